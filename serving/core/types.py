@@ -1,0 +1,163 @@
+"""The records that cross the seams of the server.
+
+Three seams meet here and nowhere else: front end -> engine (`GenerationRequest` in, `OutputDelta` out), scheduler ->
+device (`StepPlan` out, `StepResult` in), and executor -> scheduler (`ExecutorLimits`). Everything is plain Python, frozen
+and serialisable, so that a plan can cross a process or a host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the first two are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. Every field has a neutral value, so one program serves every combination."""
+
+    temperature: float = 1.0  # 0 means greedy
+    top_k: int = 0  # 0 means off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: the engine draws one per request
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate. The front end has validated it against `ExecutorLimits` already."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()  # generation ends after one of these; end-of-message ids included
+    priority: int = 0  # smaller runs first
+    cache_salt: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the raw (temperature 1, unpenalised) model distribution."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OutputDelta:
+    """New tokens of one request. The last delta of a request carries `finish_reason`, and `error` when that is ERROR.
+
+    A stop token that ended the request is the last of `token_ids` (it counts as a completion token).
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token when asked for, else empty
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowAdmission:
+    """Give a device row to a request: its KDA slot and everything sampling needs."""
+
+    row: int
+    slot: int
+    sampling: SamplingParams
+    seed: int  # resolved, 0 <= seed < 2**63
+    stop_token_ids: tuple[int, ...] = ()
+    # Chunk tokens from this position on were generated before a preemption or a device failure: presence and frequency
+    # penalties count them. None: every chunk token is prompt.
+    num_prompt_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillChunk:
+    """`token_ids` of the row's sequence from position `start`; `is_last` chunks sample the first new token."""
+
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+    is_last: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PageAppend:
+    """Entry `index` of the row's page table becomes `page`."""
+
+    row: int
+    index: int
+    page: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TokenMask:
+    """Allowed tokens of a row for this step, one bit a token, least significant bit first."""
+
+    row: int
+    bits: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Deltas that turn the device's row state into the next step; applied in field order.
+
+    A row occurs at most once in `decode_rows` and `chunks` together. Rows named nowhere are untouched.
+    """
+
+    step: int
+    released: tuple[int, ...] = ()
+    admitted: tuple[RowAdmission, ...] = ()
+    pages: tuple[PageAppend, ...] = ()
+    decode_rows: tuple[int, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
+    token_masks: tuple[TokenMask, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """What one row produced: tokens in order (one without drafts), or `is_nan` and no tokens."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    is_nan: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One entry per decode row and per last chunk of the plan, in plan order."""
+
+    step: int
+    rows: tuple[RowResult, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorLimits:
+    """What the device holds; the scheduler stays inside it, the front end refuses what can never fit."""
+
+    num_rows: int  # requests that run at once
+    num_pages: int  # page 0 is the null page and never owned
+    num_slots: int  # slot 0 is the null slot and never owned
+    page_size: int  # tokens
+    max_step_tokens: int  # decode tokens + prefill tokens of one step
+    max_model_len: int  # prompt + completion
+    vocab_size: int
+    max_logit_bias: int = 300  # entries per request
+    max_logprobs: int = 20  # best tokens per position
+    max_stop_token_ids: int = 16
