@@ -1,0 +1,55 @@
+"""Fixtures shared by all tests, and the JAX settings that must exist before its first import.
+
+JAX itself is not imported here: the pure-Python tests stay fast that way.
+"""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Eight virtual CPU devices, so that every mesh up to tp 8 runs anywhere; the user's own flags win.
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
+if _DEVICE_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICE_FLAG}=8".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of a test run is compiling, so every program is kept, however small. Subprocesses inherit this.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import jax
+
+        if jax.default_backend() != "gpu":
+            pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda scripts/test -m gpu")
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Switch 64-bit types on for one test, for equalities that float32 rounding would hide."""
+    import jax
+
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(scope="session")
+def require_triton() -> None:
+    """Report the test as not run when Triton is absent. In CI, which installs it, that is a failure."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    reason = "needs Triton: scripts/setup --group aot"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
