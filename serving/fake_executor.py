@@ -57,7 +57,7 @@ class FakeExecutor:
     """Runs the toy model.
 
     `script` maps a prompt to the tokens the model then says (a mapping, or a function that returns None for "no
-    script"); after the last one it says the request's first stop token, if it has any. `delay_s` is the time of one step,
+    script"); after the last one it says the request's first stop token, if it has any. `delay_s` is the time of a step,
     `before_collect` a hook that may block. `plans` keeps every plan submitted.
     """
 

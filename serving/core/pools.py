@@ -1,0 +1,55 @@
+"""Free lists of device ids: cache pages, state slots, rows. What an id holds is the device's business."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class IdPool:
+    """Ids `first` to `size - 1`, each free or owned once.
+
+    Pages and slots have `first=1`, because their id 0 is the null page or slot that nobody owns. The id freed last is
+    handed out first, so a lightly used pool touches little memory.
+    """
+
+    def __init__(self, name: str, size: int, *, first: int = 0) -> None:
+        if size < first:
+            raise ValueError(f"{name}: size={size} is smaller than first={first}. Give at least {first}.")
+        self.name = name
+        self._first = first
+        self._free = list(range(size - 1, first - 1, -1))
+        self._is_owned = bytearray(size)
+
+    @property
+    def capacity(self) -> int:
+        """Ids that can be owned at once."""
+        return len(self._is_owned) - self._first
+
+    @property
+    def num_free(self) -> int:
+        """Ids that nobody owns."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Ids that somebody owns."""
+        return self.capacity - len(self._free)
+
+    def allocate(self, count: int) -> tuple[int, ...] | None:
+        """Take `count` ids, or none at all and return None when fewer are free."""
+        if count < 0:
+            raise AssertionError(f"{self.name}: allocate({count})")
+        if count > len(self._free):
+            return None
+        ids = tuple(self._free.pop() for _ in range(count))
+        for taken in ids:
+            self._is_owned[taken] = 1
+        return ids
+
+    def release(self, ids: Iterable[int]) -> None:
+        """Give ids back. Freeing an id that is not owned is a broken invariant."""
+        for freed in ids:
+            if not self._first <= freed < len(self._is_owned) or not self._is_owned[freed]:
+                raise AssertionError(f"{self.name}: id {freed} is not owned; {self.num_used} of {self.capacity} are")
+            self._is_owned[freed] = 0
+            self._free.append(freed)

@@ -1,0 +1,110 @@
+"""What the device can never serve, found before a request reaches the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a request is refused: the field at fault and a sentence that says what to do instead."""
+
+    param: str
+    message: str
+
+
+def num_positions_needed(request: GenerationRequest) -> int:
+    """Count the cache positions of the whole request. The last token is returned, never written."""
+    return len(request.prompt_token_ids) + request.max_tokens - 1
+
+
+def refuse(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
+    """Return why `request` can never run inside `limits`, or None when it can."""
+    return (
+        _refuse_length(request, limits)
+        or _refuse_ids(request, limits)
+        or _refuse_sampling(request.sampling, limits)
+        or _refuse_pages(request, limits)
+    )
+
+
+def _refuse_length(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
+    num_prompt, longest = len(request.prompt_token_ids), limits.max_model_len
+    if num_prompt == 0:
+        return Refusal(param="prompt", message="The prompt is empty. Send at least one token.")
+    if num_prompt >= longest:
+        return Refusal(
+            param="prompt",
+            message=f"The prompt is {num_prompt} tokens and --max-model-len is {longest}, completion included. "
+            f"Send at most {longest - 1}.",
+        )
+    if request.max_tokens < 1:
+        return Refusal(param="max_tokens", message=f"max_tokens={request.max_tokens} is below 1. Ask for at least 1.")
+    if num_prompt + request.max_tokens > longest:
+        return Refusal(
+            param="max_tokens",
+            message=f"max_tokens={request.max_tokens} does not fit: the prompt is {num_prompt} tokens and "
+            f"--max-model-len is {longest}. Ask for at most {longest - num_prompt}.",
+        )
+    return None
+
+
+def _refuse_ids(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
+    for param, ids in (
+        ("prompt", request.prompt_token_ids),
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", tuple(token for token, _ in request.sampling.logit_bias)),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+            bad = next(token for token in ids if not 0 <= token < limits.vocab_size)
+            message = f"{param} has token id {bad}; ids are 0 to {limits.vocab_size - 1}."
+            return Refusal(param=param, message=message)
+    for param, count, most in (
+        ("stop_token_ids", len(request.stop_token_ids), limits.max_stop_token_ids),
+        ("logit_bias", len(request.sampling.logit_bias), limits.max_logit_bias),
+    ):
+        if count > most:
+            return Refusal(param=param, message=f"{param} has {count} entries. Send at most {most}.")
+    return None
+
+
+def _refuse_sampling(sampling: SamplingParams, limits: ExecutorLimits) -> Refusal | None:
+    rules = (
+        ("temperature", sampling.temperature >= 0, "at least 0"),
+        ("top_k", sampling.top_k >= 0, "at least 0 (0 is off)"),
+        ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
+        ("presence_penalty", True, "finite"),
+        ("frequency_penalty", True, "finite"),
+        ("seed", sampling.seed is None or 0 <= sampling.seed < 2**63, "0 to 2**63 - 1"),
+        (
+            "logprobs",
+            sampling.logprobs is None or 0 <= sampling.logprobs <= limits.max_logprobs,
+            f"0 to {limits.max_logprobs}",
+        ),
+    )
+    for param, is_ok, wanted in rules:
+        value = getattr(sampling, param)
+        if not is_ok or (isinstance(value, float) and not math.isfinite(value)):
+            return Refusal(param=param, message=f"{param}={value} is out of range. It must be {wanted}.")
+    for token, bias in sampling.logit_bias:
+        if not math.isfinite(bias):
+            return Refusal(param="logit_bias", message=f"logit_bias of token {token} is {bias}. It must be finite.")
+    return None
+
+
+def _refuse_pages(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
+    capacity = (limits.num_pages - 1) * limits.page_size
+    needed = num_positions_needed(request)
+    if needed > capacity:
+        return Refusal(
+            param="max_tokens",
+            message=f"The request needs {needed} cache positions (prompt {len(request.prompt_token_ids)}, "
+            f"max_tokens {request.max_tokens}) and the cache holds {capacity}. "
+            "Ask for fewer tokens or start the server with more --num-pages.",
+        )
+    return None
