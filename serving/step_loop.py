@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Callable
 
+from serving.core.budget import CHUNK_GRID
 from serving.core.scheduler import Scheduler
 from serving.core.seam import DeviceFailure, Executor, StepRejected
 from serving.core.stats import EngineStats
@@ -20,9 +21,16 @@ class StepLoop:
     `seed` seeds the generator that gives a seed to each request without one.
     """
 
-    def __init__(self, executor: Executor, *, clock: Callable[[], float], seed: int | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        clock: Callable[[], float],
+        seed: int | None = None,
+        chunk_grid: int = CHUNK_GRID,
+    ) -> None:
         self._executor = executor
-        self._scheduler = Scheduler(executor.limits)
+        self._scheduler = Scheduler(executor.limits, chunk_grid=chunk_grid)
         self._clock = clock
         self._random = random.Random(seed)
         self._is_recovering = False

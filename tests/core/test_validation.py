@@ -1,0 +1,100 @@
+"""Requests that can never run."""
+
+import dataclasses
+
+import pytest
+
+from serving.core.types import GenerationRequest, SamplingParams
+from serving.core.validation import refuse
+from tests.core.driver import limits, prompt, request
+
+CONTEXT_32 = limits(max_model_len=32)
+
+
+def _sized(num_prompt: int, max_tokens: int) -> GenerationRequest:
+    return GenerationRequest(request_id="r", prompt_token_ids=prompt(num_prompt), max_tokens=max_tokens)
+
+
+def test_a_request_that_fills_the_context_exactly_is_accepted():
+    """D24."""
+    assert refuse(_sized(31, 1), CONTEXT_32) is None
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "param", "fix"),
+    [
+        (31, 5, "max_tokens", "Ask for at most 1."),
+        (32, 1, "prompt", "Send at most 31."),
+        (33, 1, "prompt", "Send at most 31."),
+    ],
+)
+def test_a_request_beyond_the_context_is_refused_with_both_numbers_and_the_fix(num_prompt, max_tokens, param, fix):
+    """D24."""
+    refusal = refuse(_sized(num_prompt, max_tokens), CONTEXT_32)
+    assert refusal is not None
+    assert refusal.param == param
+    assert str(num_prompt) in refusal.message
+    assert "--max-model-len is 32" in refusal.message
+    assert refusal.message.endswith(fix)
+
+
+def test_a_request_that_needs_more_pages_than_the_pool_is_refused():
+    device = limits(num_pages=4)
+    assert refuse(_sized(20, 5), device) is None  # 24 positions are written, the 25th token is not
+    refusal = refuse(_sized(20, 6), device)
+    assert refusal is not None
+    assert "needs 25 cache positions" in refusal.message
+    assert "--num-pages" in refusal.message
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        ("prompt", {"prompt_token_ids": ()}),
+        ("prompt", {"prompt_token_ids": (1, 997)}),
+        ("prompt", {"prompt_token_ids": (-1,)}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("stop_token_ids", {"stop_token_ids": (10**6,)}),
+        ("stop_token_ids", {"stop_token_ids": (-1,)}),
+        ("stop_token_ids", {"stop_token_ids": tuple(range(17))}),
+    ],
+)
+def test_ids_and_counts_out_of_range_are_refused_by_name(param, changes):
+    """D40."""
+    refusal = refuse(dataclasses.replace(request("r"), **changes), limits())
+    assert refusal is not None
+    assert refusal.param == param
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", float("-inf")),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("logprobs", 10**6),
+        ("logit_bias", ((999999, 1.0),)),
+        ("logit_bias", ((-1, 1.0),)),
+        ("logit_bias", ((1, float("nan")),)),
+        ("logit_bias", tuple((i, 1.0) for i in range(301))),
+    ],
+)
+def test_sampling_values_out_of_range_are_refused_by_name(param, value):
+    """D40."""
+    refusal = refuse(request("r", sampling=SamplingParams(**{param: value})), limits())
+    assert refusal is not None
+    assert refusal.param == param
+
+
+def test_the_largest_allowed_values_are_accepted():
+    sampling = SamplingParams(seed=2**63 - 1, logprobs=20, logit_bias=((996, -100.0),), min_p=1.0, top_k=10**9)
+    assert refuse(request("r", sampling=sampling, stop_token_ids=tuple(range(16))), limits()) is None
