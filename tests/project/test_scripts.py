@@ -79,6 +79,14 @@ def test_the_test_command_runs_every_check_even_after_one_failed(checkout):
     assert result.stderr == "scripts/test: failed: ruff check,ruff format\n"
 
 
+def test_checks_that_a_chosen_interpreter_cannot_run_are_reported_as_not_run(checkout):
+    python = checkout / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *"import pyright") exit 1 ;; *pyright*) exit 2 ;; esac\n')
+    result = run(str(checkout / "scripts/test"), K3JAX_PYTHON=str(python), CI="")
+    assert result.returncode == 0, result.stderr
+    assert f"== pyright: not run, {python} has no pyright\n" in result.stdout
+
+
 def test_in_ci_the_slow_tests_run_too(checkout):
     result = run(str(checkout / "scripts/test"), K3JAX_PYTHON=str(checkout / "python"), CI="true")
     assert result.returncode == 0
