@@ -1,0 +1,48 @@
+"""What the log says at start-up: the resolved configuration, then how to talk to the server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from serving.api.info import effective_values, version
+from serving.api.state import ServerState
+from serving.config import ServeConfig
+
+logger = logging.getLogger("serving")
+
+
+def log_configuration(config: ServeConfig) -> None:
+    """Log every setting, as given."""
+    settings = " ".join(f"{name}={value}" for name, value in config.public().items() if value is not None)
+    logger.info("k3jax %s: %s", version(), settings)
+    logger.info("Listening on http://%s:%d, /ready answers 200 when the model is up.", config.host, config.port)
+
+
+def log_ready(state: ServerState, address: Any) -> None:
+    """Log what was chosen automatically and a request to copy."""
+    effective = " ".join(f"{name}={value}" for name, value in effective_values(state).items())
+    logger.info("In effect: %s", effective)
+    logger.info("Ready. Try:\n%s", example(state.config, address[1]))
+
+
+def example(config: ServeConfig, port: int) -> str:
+    """Return a curl command and three lines of Python that work as they are."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    url, name = f"http://{host}:{port}/v1", config.served_name
+    key = "$K3JAX_API_KEY" if config.api_key is not None else ""
+    header = f' -H "Authorization: Bearer {key}"' if key else ""
+    python_key = 'os.environ["K3JAX_API_KEY"]' if key else '"none"'
+    question = "What is the capital of Norway?"
+    return "\n".join(
+        (
+            f"  curl {url}/chat/completions{header} -H 'Content-Type: application/json' \\",
+            f'    -d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "{question}"}}]}}\'',
+            f"  {'import os; ' if key else ''}from openai import OpenAI",
+            f'  client = OpenAI(base_url="{url}", api_key={python_key})',
+            f'  print(client.chat.completions.create(model="{name}", '
+            f'messages=[{{"role": "user", "content": "{question}"}}]).choices[0].message.content)',
+        )
+    )
