@@ -88,7 +88,7 @@ class Tokenizer:
         """Encode text; what looks like a control token is text like any other. Lone surrogates become U+FFFD."""
         if len(text) <= MAX_RUN_CHARS:
             return self._encoding.encode_ordinary(text)
-        return [token_id for piece in _pieces(text) for token_id in self._encoding.encode_ordinary(piece)]
+        return [token_id for piece in cut_long_text(text) for token_id in self._encoding.encode_ordinary(piece)]
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Decode ids, control tokens as their names; bytes that are no UTF-8 become U+FFFD."""
@@ -156,7 +156,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     )
 
 
-def _pieces(text: str) -> Iterator[str]:
+def cut_long_text(text: str) -> Iterator[str]:
     """Cut long text: at fixed lengths, and inside overlong runs of blanks or non-blanks.
 
     Where the cuts are is part of the vocabulary's definition: other cuts give other ids.

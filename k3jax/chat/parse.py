@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 from k3jax.chat.arguments import ArgumentWriter
-from k3jax.chat.events import ChatDelta, ChatSummary, DeltaLog, ToolCallDelta
+from k3jax.chat.events import ChatDelta, ChatSummary, DeltaLog
 from k3jax.chat.markup import CLOSE, END_OF_MESSAGE, OPEN, SEP, parse_header
-
-__all__ = ["ChatDelta", "ChatParser", "ChatSummary", "ToolCallDelta"]
 
 MAX_HEADER_CHARS = 1024  # a longer "header" is text after a stray marker and goes back to its channel
 

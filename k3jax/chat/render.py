@@ -15,8 +15,6 @@ from k3jax.chat.literals import ChatLiterals
 from k3jax.chat.markup import CLOSE, END_OF_MESSAGE, OPEN, SEP, escape_attribute
 from k3jax.chat.schema import compact_json, response_schema
 
-__all__ = ["THINKING_EFFORTS", "ChatError", "render_chat"]
-
 THINKING_EFFORTS = ("low", "high", "max")
 
 Message = Mapping[str, Any]

@@ -14,7 +14,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3jax.tokenizer import MAX_PIECE_CHARS, MAX_RUN_CHARS, Tokenizer, TokenizerError, load_tokenizer, split_pattern
+from k3jax.tokenizer import MAX_RUN_CHARS, Tokenizer, TokenizerError, cut_long_text, load_tokenizer, split_pattern
 from tests.k3jax.tokenizer_data import FOLDER, small_tokenizer
 
 GOLDEN = json.loads((FOLDER / "golden.json").read_text())
@@ -97,21 +97,23 @@ def test_text_is_cut_into_these_pieces_before_merging(text, pieces):
     assert regex.findall("(?V1)" + split_pattern(), text) == pieces
 
 
-@pytest.mark.parametrize(("before", "character"), [(" ", "x"), ("x", " ")])
-def test_long_runs_are_cut_after_25000_characters(before, character):
-    tokenizer = small_tokenizer()
-    head, tail = before + character * MAX_RUN_CHARS, character * 3
-    assert tokenizer.encode(head + tail) == tokenizer.encode(head) + tokenizer.encode(tail)
+@pytest.mark.parametrize(("before", "run"), [(" ", "x"), ("x", " "), ("", "x"), ("x", "\n\t")])
+def test_long_runs_of_blanks_or_others_are_cut_every_25000_characters(before, run):
+    first, second = run * (MAX_RUN_CHARS // len(run)), run * (MAX_RUN_CHARS // len(run))
+    tail = run + ("x" if run.isspace() else " ") * 3
+    assert list(cut_long_text(before + first + second + tail)) == [before + first, second, tail]
 
 
-def test_long_text_is_cut_after_400000_characters_even_inside_a_word():
+def test_text_is_cut_every_400000_characters_even_inside_a_word():
+    text = "message " * 60_000
+    assert list(cut_long_text("a" + text)) == ["a" + text[:399_999], text[399_999:]]
+
+
+def test_a_cut_inside_a_word_separates_its_tokens():
     tokenizer = small_tokenizer()
-    text = "message " * (MAX_PIECE_CHARS // 8 - 1) + "message message"  # the cut falls behind the first of the two
-    assert len(text) == MAX_PIECE_CHARS + 7
-    text = "ab" + text
-    ids = tokenizer.encode(text[:MAX_PIECE_CHARS]) + tokenizer.encode(text[MAX_PIECE_CHARS:])
-    assert tokenizer.encode(text) == ids
-    assert tokenizer.decode(ids) == text
+    text = "ing" * 8334  # 25,002 characters: the cut falls behind the first letter of the last "ing"
+    (whole,) = tokenizer.encode("ing")
+    assert tokenizer.encode(text) == [whole] * 8333 + tokenizer.encode("i") + tokenizer.encode("ng")
 
 
 def test_control_tokens_and_unnamed_slots_decode_as_their_names():
