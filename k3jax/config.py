@@ -149,15 +149,34 @@ class K3Config:
         return _to_hf(self)
 
 
-_TEXT_FIELDS = (
-    "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim "
-    "qk_rope_head_dim v_head_dim intermediate_size num_experts num_experts_per_token moe_intermediate_size "
-    "num_shared_experts routed_expert_hidden_size attn_res_block_size"
-).split()
-_OPTIONAL_FIELDS = (
-    "first_k_dense_replace routed_scaling_factor rms_norm_eps initializer_range max_position_embeddings "
-    "bos_token_id eos_token_id pad_token_id"
-).split()
+_TEXT_FIELDS = [
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "num_experts",
+    "num_experts_per_token",
+    "moe_intermediate_size",
+    "num_shared_experts",
+    "routed_expert_hidden_size",
+    "attn_res_block_size",
+]
+_OPTIONAL_FIELDS = [
+    "first_k_dense_replace",
+    "routed_scaling_factor",
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+]
 # The only value of each switch whose formula is implemented; anything else would be served wrongly, so it is refused.
 _REQUIRED_VALUES: dict[str, Any] = {
     "hidden_act": "situ",

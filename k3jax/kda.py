@@ -11,13 +11,16 @@ the UT transform with exponents that are never positive, so gates at the floor o
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from k3jax.layers import HIGHEST, wide
+from k3jax.config import K3Config
+from k3jax.layers import HIGHEST, linear, wide
+from k3jax.params import ParamStack
 
 SUB_BLOCK = 16
 CHUNK = 64
@@ -246,3 +249,64 @@ def short_conv(
             shifted = jnp.where((previous[..., : x.shape[-2]] == segment_ids)[..., None], shifted, 0)
         total += shifted * taps[:, -1 - back]
     return jax.nn.silu(total).astype(raw.dtype)
+
+
+# --- the block ---------------------------------------------------------------------------------------------------------
+class Projected(NamedTuple):
+    """Per-token inputs of the mixer before the short convolution. Heads are local to the tensor-parallel rank."""
+
+    qkv: Float[Array, "*B 3 W"]  # W = heads * head_dim
+    gate: Float[Array, "*B W"]  # output gate
+    decay: Float[Array, "*B H K"]  # raw forget gate
+    beta: Float[Array, "*B H"]  # raw write strength
+
+
+def project(params: dict, x: Float[Array, "*B D"], config: K3Config) -> Projected:
+    """The packed input projections. `params` are one layer's."""
+    _, width, hidden = params["qkvg"].shape
+    qkvg = linear(x, params["qkvg"].reshape(4 * width, hidden)).reshape(*x.shape[:-1], 4, width)
+    decay = linear(linear(x, params["decay_a"]), params["decay_b"])
+    return Projected(qkvg[..., :3, :], qkvg[..., 3, :], split_heads(decay, config), linear(x, params["beta"]))
+
+
+def split_heads(x: Float[Array, "*B W"], config: K3Config) -> Float[Array, "*B H K"]:
+    """[.., heads * head_dim] -> [.., heads, head_dim]."""
+    return x.reshape(*x.shape[:-1], -1, config.kda_head_dim)
+
+
+def activate(params: dict, convolved, decay, beta, config: K3Config):
+    """(q, k, v, log_decay, beta) ready for the recurrence from convolved q|k|v [.., 3, W] and the raw gates."""
+    q, k, v = (split_heads(convolved[..., j, :], config) for j in range(3))
+    log_decay = decay_gate(decay, params["a_log"], split_heads(params["dt_bias"], config), config.gate_lower_bound)
+    return l2norm(q), l2norm(k), wide(v), log_decay, jax.nn.sigmoid(wide(beta))
+
+
+def mixer(
+    params: dict, x: Float[Array, "B T D"], config: K3Config, segment_ids: Int[Array, "B T"] | None = None
+) -> Float[Array, "B T W"]:
+    """Whole sequences from empty state, up to but without the output projection; differentiable."""
+    projected = project(params, x, config)
+    batch, length = x.shape[:2]
+    taps = params["conv"].reshape(-1, config.conv_size)
+    flat = projected.qkv.reshape(batch, length, -1)
+    convolved = short_conv(flat, taps, segment_ids).reshape(projected.qkv.shape)
+    q, k, v, log_decay, beta = activate(params, convolved, projected.decay, projected.beta, config)
+    state = jnp.zeros((batch, q.shape[2], v.shape[-1], q.shape[-1]), q.dtype)
+    out, _ = chunked(q, k, v, log_decay, beta, state, segment_ids=segment_ids)
+    return finish(params, out, projected.gate, config)
+
+
+def finish(
+    params: dict, out: Float[Array, "*B H V"], gate: Float[Array, "*B W"], config: K3Config
+) -> Float[Array, "*B W"]:
+    """Gated output norm, cast to the activation dtype; ready for the output projection."""
+    normed = gated_output(out, split_heads(gate, config), params["out_norm"], config.rms_norm_eps)
+    return normed.reshape(gate.shape).astype(gate.dtype)
+
+
+class KDA(ParamStack):
+    """All KDA layers of a model; `kda(x, layer)` runs layer number `layer` of the stack on [B, T, D]."""
+
+    def __call__(self, x, layer: int, segment_ids=None):
+        params = self.layer(layer)
+        return linear(mixer(params, x, self.config, segment_ids), params["out"])

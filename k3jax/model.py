@@ -1,0 +1,179 @@
+"""The Kimi K3 text model, read top to bottom: embedding, 93 layers with depth mixes, output mix, head.
+
+`forward` is the whole-sequence, differentiable form used by research, training and `logits`; the serving step composes the
+same per-token pieces over packed batches and caches (`step.py`). `K3` is the Flax module that owns the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax import attn_res, kda, mla, moe
+from k3jax.config import K3Config
+from k3jax.layers import linear, rms_norm, situ_mlp
+from k3jax.params import ParamStack, Tree, abstract, init
+from k3jax.sharding.collectives import SINGLE, Parallel, vocab_lookup
+
+
+def layer_params(params: Tree, group: str, index: int) -> Tree:
+    """Static slices of one layer out of a stack: free when the layers are unrolled."""
+    return {name: stack[index] for name, stack in params[group].items()}
+
+
+def embed(params: Tree, token_ids: Int[Array, "*B"], parallel: Parallel = SINGLE) -> Float[Array, "*B D"]:
+    """Embedding rows, unscaled: the first value of the accumulator."""
+    with jax.named_scope("embed"):
+        return vocab_lookup(parallel, params["embed"], token_ids)
+
+
+def attention_input(params: Tree, config: K3Config, layer: int, bank, x) -> Float[Array, "*B D"]:
+    """Depth mix over the old bank and x, then the norm in front of the mixer."""
+    block = layer_params(params, "block", layer)
+    mixed = attn_res.mix(bank, x, block["attn_res_norm"], block["attn_res_proj"], config.rms_norm_eps)
+    return rms_norm(mixed, block["attn_norm"], config.rms_norm_eps)
+
+
+def output_projection(params: Tree, config: K3Config, layer: int, mixed, parallel: Parallel = SINGLE):
+    """Mixer output (local heads) to the hidden width, summed over ranks."""
+    weight = params[config.mixer(layer)]["out"][config.mixer_index(layer)]
+    return parallel.psum(linear(mixed, weight))
+
+
+def feed_forward(
+    params: Tree,
+    config: K3Config,
+    layer: int,
+    bank,
+    x: Float[Array, "T D"],
+    *,
+    run_experts: Callable,
+    parallel: Parallel = SINGLE,
+    live: Bool[Array, "T"] | None = None,
+) -> Float[Array, "T D"]:
+    """Depth mix, norm and feed-forward of flat tokens; the caller adds the result to x. `live` marks real tokens."""
+    block = layer_params(params, "block", layer)
+    mixed = attn_res.mix(bank, x, block["ffn_res_norm"], block["ffn_res_proj"], config.rms_norm_eps)
+    normed = rms_norm(mixed, block["ffn_norm"], config.rms_norm_eps)
+    index = config.ffn_index(layer)
+    if config.ffn(layer) == "dense":
+        dense = layer_params(params, "dense", index)
+        return parallel.psum(
+            situ_mlp(normed, dense["gate_up"], dense["down"], config.situ_beta, config.situ_linear_beta)
+        )
+    return moe.feed_forward(layer_params(params, "moe", index), normed, config, parallel, live, run_experts)
+
+
+def output_norm(params: Tree, config: K3Config, bank, x) -> Float[Array, "*B D"]:
+    """Output depth mix and final norm."""
+    mixed = attn_res.mix(bank, x, params["out_res"]["norm"], params["out_res"]["proj"], config.rms_norm_eps)
+    return rms_norm(mixed, params["norm"], config.rms_norm_eps)
+
+
+def head(params: Tree, hidden: Float[Array, "*B D"]) -> Float[Array, "*B X"]:
+    """Logits over this rank's share of the vocabulary, in the compute dtype."""
+    with jax.named_scope("head"):
+        return linear(hidden, params["lm_head"])
+
+
+def forward(
+    params: Tree,
+    config: K3Config,
+    token_ids: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    parallel: Parallel = SINGLE,
+    run_experts: Callable = moe.routed_experts_batched,
+    observe: Callable[[str, Any], None] | None = None,
+    remat: bool = False,
+) -> Float[Array, "B T X"]:
+    """Logits of every position of whole sequences (causal, from empty state).
+
+    `segment_ids` number independent documents packed into one row. `observe(name, value)` sees intermediate values by
+    name, for tests and research. `remat` recomputes each layer in the backward pass.
+    """
+    x = embed(params, token_ids, parallel)
+    bank: list[Array] = []
+    for layer in range(config.num_hidden_layers):
+
+        def run(x, bank, layer=layer):
+            return _layer(params, config, layer, x, bank, segment_ids, parallel, run_experts, observe)
+
+        if config.is_snapshot(layer):
+            x, bank = (jax.checkpoint(run) if remat else run)(x, bank), [*bank, x]
+        else:
+            x = (jax.checkpoint(run) if remat else run)(x, bank)
+        if observe:
+            observe(f"layers.{layer}.prefix_sum", x)
+    hidden = output_norm(params, config, bank, x)
+    return head(params, hidden)
+
+
+def _layer(params, config, layer, x, bank, segment_ids, parallel, run_experts, observe):
+    index = config.mixer_index(layer)
+    with jax.named_scope(f"layer{layer}"):
+        h = attention_input(params, config, layer, bank, x)
+        weights = layer_params(params, config.mixer(layer), index)
+        if config.mixer(layer) == "kda":
+            mixed = kda.mixer(weights, h, config, segment_ids)
+        else:
+            mixed = mla.attend(mla.project(weights, h, config), weights["kv_b"], config, segment_ids)
+        update = output_projection(params, config, layer, mixed, parallel)
+        if config.is_snapshot(layer):
+            bank, x = [*bank, x], update
+        else:
+            x = x + update
+        flat_bank = [v.reshape(-1, v.shape[-1]) for v in bank]
+        flat = x.reshape(-1, x.shape[-1])
+        if observe:
+            observe(f"layers.{layer}.attn_out", update)
+        out = feed_forward(params, config, layer, flat_bank, flat, run_experts=run_experts, parallel=parallel)
+        return x + out.reshape(x.shape)
+
+
+class Dense(ParamStack):
+    """The leading dense layers' feed-forward."""
+
+    def __call__(self, x, layer: int):
+        params = self.layer(layer)
+        return situ_mlp(x, params["gate_up"], params["down"], self.config.situ_beta, self.config.situ_linear_beta)
+
+
+_GROUPS: dict[str, type[ParamStack]] = {
+    "block": ParamStack,
+    "out_res": ParamStack,
+    "kda": kda.KDA,
+    "mla": mla.MLA,
+    "dense": Dense,
+    "moe": moe.LatentMoE,
+}
+
+
+class K3(nnx.Module):
+    """The model as a Flax module: `K3(config, rngs=nnx.Rngs(0))(token_ids)` gives logits; `params()` the pure tree."""
+
+    def __init__(
+        self, config: K3Config, *, params: Tree | None = None, rngs: nnx.Rngs | None = None, dtype=jnp.float32
+    ):
+        if params is None:
+            if rngs is None:
+                raise ValueError("pass params=, or rngs= to draw random ones")
+            params = init(abstract(config, "bf16"), rngs.params(), dtype, config.initializer_range)
+        self.config = config
+        for name, value in params.items():
+            setattr(self, name, _GROUPS[name](config, value) if isinstance(value, dict) else nnx.Param(value))
+
+    def params(self) -> Tree:
+        """The nested dict of arrays that every pure function takes."""
+        groups = {k: v for k, v in vars(self).items() if isinstance(v, nnx.Param | ParamStack)}
+        return {k: v.params() if isinstance(v, ParamStack) else v.get_value() for k, v in groups.items()}
+
+    def __call__(
+        self, token_ids: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T X"]:
+        return forward(self.params(), self.config, token_ids, segment_ids)
