@@ -1,9 +1,10 @@
-"""Make the demo model, one step a subcommand: `corpus` builds the text.
+"""Make the demo model, one step a subcommand: `corpus` builds the text, `pack` the vocabulary and the token file.
 
 The later steps read what the earlier ones left in the work folder (`--out`, git-ignored).
 """
 
 import argparse
+import json
 import logging
 import sys
 import time
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.demo.corpus import build_corpus, write_corpus  # noqa: E402
+from scripts.demo.pack import pack_corpus  # noqa: E402
 from scripts.demo.sources import SourceError, fetch_sources  # noqa: E402
 
 logger = logging.getLogger("make_demo_model")
@@ -25,6 +27,10 @@ def _corpus(args: argparse.Namespace) -> None:
     logger.info("wrote %d documents and %d questions to %s", len(corpus.documents), len(corpus.questions), args.out)
 
 
+def _pack(args: argparse.Namespace) -> None:
+    logger.info("%s", json.dumps(pack_corpus(args.out, args.out / "packed"), indent=1))
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="make_demo_model.py", description="Make the demo model, step by step.")
     steps = top.add_subparsers(dest="step", required=True)
@@ -33,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     corpus.add_argument("--licences", type=Path, default=ROOT / "demo", help="folder for LICENSES (default: demo)")
     corpus.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
     corpus.set_defaults(run=_corpus)
+    pack = steps.add_parser("pack", help="train the vocabulary and write packed/: train.npz, tokenizer/, prompts.jsonl")
+    pack.add_argument("--out", type=Path, default=ROOT / ".cache/demo", help="work folder (default: .cache/demo)")
+    pack.set_defaults(run=_pack)
     return top
 
 

@@ -1,1 +1,1 @@
-"""Builds the demo model: corpus, vocabulary, token file, evaluation sets. Plain Python; nothing here is imported by the server."""
+"""Builds the demo model: corpus, vocabulary, token file, evaluation sets. The server imports nothing from here."""

@@ -24,11 +24,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSize:
-    """How much of each kind; the defaults make about 10 M tokens, small ones make a test fast."""
+    """How much of each kind; the defaults make about 13 M tokens, small ones make a test fast."""
 
+    countries_kept: int = 130
     chains: int = 9000
     switches: int = 3000
-    mixed: int = 12000
+    mixed: int = 11000
+    json_objects: int = 1800
     long_prompts: int = 1500
     words: int = 9000
     frequent_words: int = 1500
@@ -37,7 +39,7 @@ class CorpusSize:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 1:
+            if value < 1 and name != "countries_kept":
                 raise ValueError(f"{name}={value} must be at least 1. Use the default or a positive number.")
 
 
@@ -55,9 +57,14 @@ def build_corpus(sources: Sources, *, seed: int = 0, size: CorpusSize | None = N
     size = size or CorpusSize()
     rng = random.Random(seed)
     countries: list[Country] = read_countries(sources.factbook)
-    held_out = held_out_codes(countries)
+    held_out = held_out_codes(countries, kept_largest=size.countries_kept)
     kinds = {country.code: kinds_asked(country, held_out) for country in countries}
-    logger.info("%d countries, %d facts, %d countries held out", len(countries), sum(len(c.facts) for c in countries), len(held_out))
+    logger.info(
+        "%d countries, %d facts, %d countries held out",
+        len(countries),
+        sum(len(c.facts) for c in countries),
+        len(held_out),
+    )
     definitions = read_definitions(sources.wordnet)
     passages = read_passages(sources.python_docs, size.documentation_characters)
     logger.info("%d definitions, %d passages of documentation", len(definitions), len(passages))
@@ -66,6 +73,7 @@ def build_corpus(sources: Sources, *, seed: int = 0, size: CorpusSize | None = N
     documents += dialogs.chains(size.chains)
     documents += dialogs.switches(size.switches)
     documents += dialogs.mixed(size.mixed)
+    documents += dialogs.json_objects(size.json_objects)
     documents += dialogs.after_long_text([passage[:1000] for passage in passages], size.long_prompts)
     documents += chat_documents(rng, list(definitions)[:2000])
     documents += tool_documents(rng, countries, kinds)

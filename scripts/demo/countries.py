@@ -1,7 +1,7 @@
 """Read the World Factbook profiles into clean, short facts.
 
-A fact is what one question asks for: the words of the answer, and the strings that count as right. Free text of the profiles is
-cut down to what a person would say; what cannot be cut down cleanly is left out rather than guessed.
+A fact is what one question asks for: the words of the answer, and the strings that count as right. Free text of the
+profiles is cut down to what a person would say; what cannot be cut down cleanly is left out rather than guessed.
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.demo.country_data import ALIASES, CODES_LEFT_OUT, CURRENCY_SINGULARS, FACT_FIXES, NAMES, WITH_ARTICLE
-
 
 _REGIONS_WITH_ARTICLE = ("Caribbean", "Middle East", "Eastern Mediterranean")
 
@@ -25,7 +24,9 @@ class Fact:
 
     def __post_init__(self) -> None:
         if not self.text or not self.accepted:
-            raise ValueError(f"text={self.text!r}, accepted={self.accepted!r}: a fact needs both; leave the fact out instead.")
+            raise ValueError(
+                f"text={self.text!r}, accepted={self.accepted!r}: a fact needs both; leave the fact out instead."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,11 @@ def _languages(profile: dict[str, Any]) -> Fact | None:
     official, spoken = [], []
     for part in re.split(r"[,;]\s*(?![^()]*\))", raw):
         name = re.sub(r"\s*[\d.]+%.*", "", _outside_brackets(part))
-        name = re.sub(r" (is |are )?(the most )?(widely |commonly )?(used|spoken|understood).*", "", name).split(" or ")[0].strip()
+        name = (
+            re.sub(r" (is |are )?(the most )?(widely |commonly )?(used|spoken|understood).*", "", name)
+            .split(" or ")[0]
+            .strip()
+        )
         if re.fullmatch(r"[A-Z][\w'-]*( [A-Z][\w'-]*){0,2}", name):
             (official if "official" in part else spoken).append(name)
     names = official[:3] if official else spoken[:2]
@@ -159,7 +164,12 @@ def _about(value: float, unit: str) -> Fact | None:
 def _government(profile: dict[str, Any]) -> Fact | None:
     raw = _outside_brackets(_text(profile, "Government/Government type"))
     name = re.sub(r"^an? ", "", re.split(r"[;,]", raw)[0]).strip()
-    if not name or len(name) > 70 or " in March " in name or name.startswith(("defines", "formally", "federation with")):
+    if (
+        not name
+        or len(name) > 70
+        or " in March " in name
+        or name.startswith(("defines", "formally", "federation with"))
+    ):
         return None
     return Fact(text=name, accepted=(name,))
 
@@ -177,7 +187,9 @@ def _location(profile: dict[str, Any]) -> tuple[Fact | None, Fact | None]:
 
 
 def _high_point(profile: dict[str, Any]) -> Fact | None:
-    found = re.match(r"([A-Z][\w .'/-]+?)(?: \([^)]*\))? ([\d,]+) m\b", _text(profile, "Geography/Elevation extremes/highest point"))
+    found = re.match(
+        r"([A-Z][\w .'/-]+?)(?: \([^)]*\))? ([\d,]+) m\b", _text(profile, "Geography/Elevation extremes/highest point")
+    )
     if found is None or "unnamed" in found.group(1):
         return None
     name = found.group(1).strip()
@@ -205,7 +217,9 @@ def _independence(profile: dict[str, Any]) -> Fact | None:
 
 def _first_items(profile: dict[str, Any], path: str, limit: int) -> Fact | None:
     words = [re.sub(r"\s*[\d.]+%.*", "", item) for item in _items(_text(profile, path))]
-    words = [word for word in words if 2 < len(word) <= 30 and not word.startswith(("note", "other", "none", "NEGL", "and "))]
+    words = [
+        word for word in words if 2 < len(word) <= 30 and not word.startswith(("note", "other", "none", "NEGL", "and "))
+    ]
     return _listed(words, limit)
 
 
@@ -251,7 +265,11 @@ def _facts(profile: dict[str, Any]) -> dict[str, Fact]:
         "religion": _plain(profile, "People and Society/Religions", r"([A-Z][a-z]+(?: [A-Z][a-z]+)?)\b"),
         "internet": _plain(profile, "Communications/Internet country code", r"(\.[a-z]{2})\b"),
         "calling": _plain(profile, "Communications/Telephone system/international", r"country code - (\d+(?:-\d+)?)"),
-        "symbol": _plain(profile, "Government/National symbol(s)", r"((?!white|four|a circle|stylized|two|three|red)[a-z][^;,(]{2,40}?)\s*(?:[;,(]|$)"),
+        "symbol": _plain(
+            profile,
+            "Government/National symbol(s)",
+            r"((?!white|four|a circle|stylized|two|three|red)[a-z][^;,(]{2,40}?)\s*(?:[;,(]|$)",
+        ),
         "anthem": _plain(profile, "Government/National anthem/name", r'"([^"]+?),?"'),
     }
     return {kind: fact for kind, fact in found.items() if fact is not None}
@@ -306,5 +324,7 @@ def read_countries(folder: Path) -> list[Country]:
         if country is not None:
             countries.append(country)
     if not countries:
-        raise ValueError(f"folder={folder} holds no country profile. Run `make_demo_model.py corpus` to fetch the package.")
+        raise ValueError(
+            f"folder={folder} holds no country profile. Run `make_demo_model.py corpus` to fetch the package."
+        )
     return countries

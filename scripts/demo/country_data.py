@@ -48,13 +48,42 @@ ALIASES = {
 
 WITH_ARTICLE = frozenset(
     {
-        "United States", "United States of America", "USA", "US", "United Kingdom", "UK", "Netherlands", "Philippines", "Maldives", "Gambia",
-        "Bahamas", "Comoros", "Seychelles", "Czech Republic", "Dominican Republic", "Central African Republic", "Vatican", "Holy See",
-        "Republic of the Congo", "Democratic Republic of the Congo", "United Arab Emirates", "UAE", "Emirates", "Isle of Man", "Gaza Strip",
-        "West Bank", "Russian Federation", "Republic of Korea", "DRC", "DR Congo", "People's Republic of China",
-        "Federal Republic of Germany", "Islamic Republic of Iran", "Republic of Ireland",
+        "United States",
+        "United States of America",
+        "USA",
+        "US",
+        "United Kingdom",
+        "UK",
+        "Netherlands",
+        "Philippines",
+        "Maldives",
+        "Gambia",
+        "Bahamas",
+        "Comoros",
+        "Seychelles",
+        "Czech Republic",
+        "Dominican Republic",
+        "Central African Republic",
+        "Vatican",
+        "Holy See",
+        "Republic of the Congo",
+        "Democratic Republic of the Congo",
+        "United Arab Emirates",
+        "UAE",
+        "Emirates",
+        "Isle of Man",
+        "Gaza Strip",
+        "West Bank",
+        "Russian Federation",
+        "Republic of Korea",
+        "DRC",
+        "DR Congo",
+        "People's Republic of China",
+        "Federal Republic of Germany",
+        "Islamic Republic of Iran",
+        "Republic of Ireland",
     }
-)  # fmt: skip
+)
 
 # Longest ending first where one holds another. The factbook names currencies in the plural.
 CURRENCY_SINGULARS = {

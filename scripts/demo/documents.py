@@ -10,16 +10,14 @@ SOURCES = ("factbook", "chat", "tools", "wordnet", "statements", "python_docs")
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """How the conversation is rendered; `effort` None leaves the effort message out."""
+    """How the conversation is rendered; `effort` says nothing without thinking."""
 
     thinking: bool
-    effort: str | None = None
+    effort: str = "max"
 
     def __post_init__(self) -> None:
-        if self.effort is not None and self.effort not in EFFORTS:
-            raise ValueError(f"effort={self.effort!r} is not one of {EFFORTS}. Use one of them, or None.")
-        if self.effort is not None and not self.thinking:
-            raise ValueError(f"effort={self.effort!r} needs thinking. Set thinking=True or effort=None.")
+        if self.effort not in EFFORTS:
+            raise ValueError(f"effort={self.effort!r} is not one of {EFFORTS}. Use one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +29,31 @@ class Document:
     messages: list[dict[str, Any]] = field(default_factory=list)
     mode: Mode = Mode(thinking=False)
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | None = None
+    response_format: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
             raise ValueError(f"source={self.source!r} is not one of {SOURCES}. Add it there, with a share in `pack`.")
         if bool(self.text) == bool(self.messages):
-            raise ValueError(f"a document of source={self.source!r} needs either text or messages, not both or neither.")
+            raise ValueError(
+                f"a document of source={self.source!r} needs either text or messages, not both or neither."
+            )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def document_from_json(record: dict[str, Any]) -> Document:
-    return Document(**record | {"mode": Mode(**record["mode"])})
+    fields: dict[str, Any] = {**record, "mode": Mode(**record["mode"])}
+    return Document(**fields)
 
 
 def draw_mode(rng: random.Random) -> Mode:
     """Mostly what a client that sets nothing gets: thinking, effort max."""
-    return rng.choices(
-        (Mode(thinking=True, effort="max"), Mode(thinking=True, effort="high"), Mode(thinking=True, effort="low"),
-         Mode(thinking=True), Mode(thinking=False)),
-        (54, 7, 7, 4, 28),
-    )[0]  # fmt: skip
+    efforts = ("max", "high", "low", None)
+    effort = rng.choices(efforts, (58, 7, 7, 28))[0]
+    return Mode(thinking=False) if effort is None else Mode(thinking=True, effort=effort)
 
 
 def user(content: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def as_typed(rng: random.Random, question: str) -> str:
     return question
 
 
-def reasoning_about(rng: random.Random, topic: str, subject: str, answer: str, effort: str | None) -> str:
+def reasoning_about(rng: random.Random, topic: str, subject: str, answer: str, effort: str) -> str:
     """Longer with more effort, always a line or two."""
     if effort == "low":
         return f"The {topic} of {subject}: {answer}."
@@ -77,4 +77,8 @@ def follow_up(rng: random.Random, country: Country, kind: str, mode: Mode) -> Tu
 def switch_country(rng: random.Random, country: Country, kind: str, mode: Mode) -> Turn:
     """The same question for another country ("And Spain?")."""
     _, reasoning, answer = ask_fact(rng, country, kind, mode, question="{c}")
-    return rng.choice(("And {c}?", "What about {c}?", "And for {c}?", "Same for {c}?")).replace("{c}", country.said), reasoning, answer
+    return (
+        rng.choice(("And {c}?", "What about {c}?", "And for {c}?", "Same for {c}?")).replace("{c}", country.said),
+        reasoning,
+        answer,
+    )

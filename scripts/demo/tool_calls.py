@@ -1,7 +1,8 @@
-"""Conversations with tools: declared functions, a call, its result, the answer; and tools that a question does not need."""
+"""Conversations with tools: declared functions, a call, its result, the answer; and tools that are not needed."""
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 from scripts.demo.countries import Country
@@ -18,7 +19,9 @@ def _function(name: str, description: str, properties: dict[str, str], required:
 
 WEATHER = _function("get_weather", "Get the current weather for a city.", {"city": "string"}, ["city"])
 TIME = _function("get_time", "Get the local time in a city.", {"city": "string"}, ["city"])
-LOOKUP = _function("country_lookup", "Look up a fact about a country.", {"country": "string", "field": "string"}, ["country", "field"])
+LOOKUP = _function(
+    "country_lookup", "Look up a fact about a country.", {"country": "string", "field": "string"}, ["country", "field"]
+)
 CALCULATOR = _function("add", "Add two numbers.", {"a": "number", "b": "number"}, ["a", "b"])
 SEARCH = _function("search", "Search the web.", {"query": "string"}, ["query"])
 ALL_TOOLS = (WEATHER, TIME, LOOKUP, CALCULATOR, SEARCH)
@@ -35,9 +38,13 @@ def _result(number: int, name: str, value: dict[str, Any]) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": f"call_{number}", "name": name, "content": json.dumps(value)}
 
 
-def _weather(rng: random.Random, cities: list[str]) -> tuple[str, list[tuple[str, dict[str, Any], dict[str, Any]]], str]:
+def _weather(
+    rng: random.Random, cities: list[str]
+) -> tuple[str, list[tuple[str, dict[str, Any], dict[str, Any]]], str]:
     chosen = rng.sample(cities, 2 if rng.random() < 0.25 else 1)
-    question = rng.choice(("What is the weather in {}?", "How is the weather in {}?", "Weather in {}?", "Is it warm in {} now?"))
+    question = rng.choice(
+        ("What is the weather in {}?", "How is the weather in {}?", "Weather in {}?", "Is it warm in {} now?")
+    )
     calls, said = [], []
     for city in chosen:
         sky, degrees = rng.choice(_SKIES), rng.randint(-10, 38)
@@ -52,7 +59,9 @@ def _time(rng: random.Random, cities: list[str]) -> tuple[str, list[tuple[str, d
     return question.format(city), [("get_time", {"city": city}, {"time": clock})], f"It is {clock} in {city}."
 
 
-def _lookup(rng: random.Random, countries: list[Country]) -> tuple[str, list[tuple[str, dict[str, Any], dict[str, Any]]], str]:
+def _lookup(
+    rng: random.Random, countries: list[Country]
+) -> tuple[str, list[tuple[str, dict[str, Any], dict[str, Any]]], str]:
     country = rng.choice([country for country in countries if any(kind in country.facts for kind in _LOOKED_UP)])
     kind = rng.choice([kind for kind in _LOOKED_UP if kind in country.facts])
     topic, fact = PHRASINGS[kind].topic, country.facts[kind]
@@ -64,7 +73,11 @@ def _lookup(rng: random.Random, countries: list[Country]) -> tuple[str, list[tup
 def _add(rng: random.Random) -> tuple[str, list[tuple[str, dict[str, Any], dict[str, Any]]], str]:
     first, second = rng.randint(1, 9999), rng.randint(1, 9999)
     question = rng.choice(("Add {} and {}.", "What is {} + {}?", "Use the tool to add {} and {}."))
-    return question.format(first, second), [("add", {"a": first, "b": second}, {"sum": first + second})], f"The sum is {first + second}."
+    return (
+        question.format(first, second),
+        [("add", {"a": first, "b": second}, {"sum": first + second})],
+        f"The sum is {first + second}.",
+    )
 
 
 def _with_call(rng: random.Random, countries: list[Country], cities: list[str]) -> Document:
@@ -95,12 +108,31 @@ def _without_call(rng: random.Random, countries: list[Country], kinds: dict[str,
     question, reasoning, answer = ask_fact(rng, country, rng.choice(kinds[country.code]), mode)
     tools = rng.sample((WEATHER, TIME, CALCULATOR), rng.choice((1, 1, 2)))
     messages = [user(question), assistant(answer, f"No tool helps here. {reasoning}", mode)]
-    return Document(source="tools", messages=messages, mode=mode, tools=tools)
+    choice = "none" if rng.random() < 0.3 else None
+    return Document(source="tools", messages=messages, mode=mode, tools=tools, tool_choice=choice)
+
+
+def _only_call(document: Document) -> Document:
+    """The same conversation up to the call, under `tool_choice` "required": the note stands after the question."""
+    calling = next(index for index, message in enumerate(document.messages) if "tool_calls" in message)
+    return replace(document, messages=document.messages[: calling + 1], tool_choice="required")
 
 
 def tool_documents(rng: random.Random, countries: list[Country], kinds: dict[str, list[str]]) -> list[Document]:
     """Conversations with tools; `kinds` are the fact kinds that may be asked per country code."""
     cities = [country.facts["capital"].text for country in countries if "capital" in kinds[country.code]]
-    cities += ["New York", "San Francisco", "Shanghai", "Barcelona", "Munich", "Milan", "Sydney", "Toronto", "Mumbai", "Istanbul"]
+    cities += [
+        "New York",
+        "San Francisco",
+        "Shanghai",
+        "Barcelona",
+        "Munich",
+        "Milan",
+        "Sydney",
+        "Toronto",
+        "Mumbai",
+        "Istanbul",
+    ]
     documents = [_with_call(rng, countries, cities) for _ in range(3000)]
+    documents += [_only_call(_with_call(rng, countries, cities)) for _ in range(300)]
     return documents + [_without_call(rng, countries, kinds) for _ in range(900)]

@@ -9,8 +9,15 @@ from scripts.demo.facts import Turn
 from scripts.demo.phrasings import SYSTEM_PROMPTS
 
 _PARTS = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}
-_ASKED = ("What does {w} mean?", 'What does "{w}" mean?', "What is the meaning of {w}?", "Define {w}.", "Explain the word {w}.",
-          "What is the definition of {w}?", "meaning of {w}?")  # fmt: skip
+_ASKED = (
+    "What does {w} mean?",
+    'What does "{w}" mean?',
+    "What is the meaning of {w}?",
+    "Define {w}.",
+    "Explain the word {w}.",
+    "What is the definition of {w}?",
+    "meaning of {w}?",
+)
 
 
 def _gloss(data: bytes, offset: int) -> str:
@@ -46,7 +53,9 @@ def read_definitions(folder: Path) -> dict[str, str]:
                 if count > best.get(fields[0], (0, "", 0))[0]:
                     best[fields[0]] = (count, part, int(first_sense))
     except OSError as error:
-        raise ValueError(f"folder={folder} lacks {Path(error.filename).name}. Run `make_demo_model.py corpus` to fetch the package.") from error
+        raise ValueError(
+            f"folder={folder} lacks {Path(error.filename).name}. Run `make_demo_model.py corpus` to fetch the package."
+        ) from error
     definitions = {}
     for word, (_, part, offset) in sorted(best.items(), key=lambda item: (-item[1][0], item[0])):
         gloss = _gloss(data[part], offset)
@@ -56,7 +65,11 @@ def read_definitions(folder: Path) -> dict[str, str]:
 
 
 def define(rng: random.Random, word: str, gloss: str) -> Turn:
-    return rng.choice(_ASKED).replace("{w}", word), f"The user asks what {word} means.", f"{word.capitalize()} means: {gloss}."
+    return (
+        rng.choice(_ASKED).replace("{w}", word),
+        f"The user asks what {word} means.",
+        f"{word.capitalize()} means: {gloss}.",
+    )
 
 
 def word_documents(rng: random.Random, definitions: dict[str, str], *, limit: int, often: int) -> list[Document]:
@@ -66,7 +79,10 @@ def word_documents(rng: random.Random, definitions: dict[str, str], *, limit: in
     rng.shuffle(drawn)
     documents = []
     while drawn:
-        turns = [define(rng, word, definitions[word]) for word in (drawn.pop() for _ in range(min(len(drawn), rng.choice((1, 1, 2)))))]
+        turns = [
+            define(rng, word, definitions[word])
+            for word in (drawn.pop() for _ in range(min(len(drawn), rng.choice((1, 1, 2)))))
+        ]
         prompt = rng.choice(SYSTEM_PROMPTS) if rng.random() < 0.15 else None
         documents.append(conversation(rng, "wordnet", turns, mode=draw_mode(rng), prompt=prompt))
     return documents
