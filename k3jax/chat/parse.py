@@ -73,7 +73,6 @@ class ChatParser:
         for token_id in token_ids:
             if self._tokenizer.is_control(token_id):
                 self._text(self._decoder.decode(b"", final=True))
-                self._decoder.reset()
                 self._control(self._tokenizer.token_bytes(token_id).decode())
             else:
                 if self._channel is _Channel.THINK and self._marker is None:

@@ -100,6 +100,7 @@ OUTPUTS = {
     "raw json": think_end() + tools(call("f", 1, '<|open|>json type="object"<|sep|>{"a": 1<|close|>json<|sep|>')) + END,
     "a stray marker in text": think_end("a <|open|> is a marker") + response("so <|close|> is") + END,
     "text after the end": think_end() + response("x") + END + "more",
+    "an element after the end": think_end() + response("x") + END + response("more") + tools(call("f", 1)),
     "unknown element": think_end() + response("a<|open|>b c<|sep|>d<|close|>b<|sep|>e") + END,
     "blanks between elements": think_end()
     + "\n"
@@ -109,6 +110,7 @@ OUTPUTS = {
     + "\n"
     + END,
     "text behind the response": think_end() + response("x") + " \n y" + END,
+    "blanks before and text behind": think_end() + "\n" + response("x") + "y" + END,
     "cut inside a header": think_end("p") + "<|open|>respo",
 }
 
@@ -189,9 +191,11 @@ def test_any_cut_of_the_text_gives_the_same_message(markup, size):
         ("a stray marker in text", "a  is a marker", "so  is"),
         ("response not opened", "p", "Hello there"),
         ("text after the end", None, "x"),
+        ("an element after the end", None, "x"),
         ("unknown element", None, "ade"),
         ("blanks between elements", None, "x"),
         ("text behind the response", None, "x \n y"),
+        ("blanks before and text behind", None, "xy"),
         ("unicode", "삼겹살 ⌈m/2⌉", "🦊 中文"),
         ("cut inside a header", "p", None),
     ],
@@ -226,15 +230,15 @@ def test_a_header_without_end_gives_its_text_back():
 
 def test_names_and_keys_are_unescaped():
     """D31: rendered, then parsed."""
-    turn = {"role": "assistant", "tool_calls": [{"function": {"name": 'a&"b', "arguments": {'k"': "&quot;"}}}]}
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": 'a&"b&quot;', "arguments": {'k"': "&quot;"}}}]}
     ids = render_chat(small_tokenizer(), [turn], literals=small_literals(), thinking=False, add_generation_prompt=False)
-    assert 'tool="a&amp;&quot;b"' in small_tokenizer().decode(ids)
+    assert 'tool="a&amp;&quot;b&amp;quot;"' in small_tokenizer().decode(ids)
     assert 'key="k&quot;"' in small_tokenizer().decode(ids)
     machine = parser(thinking=False)
     machine.feed(ids)
     machine.finish()
     (only,) = machine.summary().tool_calls
-    assert (only.name, json.loads(only.arguments)) == ('a&"b', {'k"': "&quot;"})
+    assert (only.name, json.loads(only.arguments)) == ('a&"b&quot;', {'k"': "&quot;"})
 
 
 def test_a_long_string_argument_streams_piecewise():
