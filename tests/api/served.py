@@ -46,6 +46,7 @@ class Served:
     engine: Engine
     executor: FakeExecutor
     server: uvicorn.Server
+    http: httpx.Client
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
@@ -56,7 +57,7 @@ class Served:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         """POST JSON, or bytes as they are."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return httpx.post(self.url + path, content=content, timeout=20, **options)
+        return self.http.post(path, content=content, **options)
 
     def chat(self, **fields: Any) -> httpx.Response:
         return self.post("/v1/chat/completions", {"model": "demo", "messages": HELLO} | fields)
@@ -106,9 +107,12 @@ def serve(
             literals=small_literals() if has_tokenizer else None,
         )
     )
-    with served_app(state) as (url, server):
-        yield Served(url=url, state=state, engine=engine, executor=executor, server=server)
-    engine.shutdown(0.0)
+    try:
+        # One client for all requests: each new one would read the machine's certificates first.
+        with served_app(state) as (url, server), httpx.Client(base_url=url, timeout=20) as http:
+            yield Served(url=url, state=state, engine=engine, executor=executor, server=server, http=http)
+    finally:
+        engine.shutdown(0.0)
 
 
 @contextlib.contextmanager

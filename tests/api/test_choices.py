@@ -132,9 +132,7 @@ def test_text_held_for_a_stop_string_is_released_at_the_end():
 def test_every_token_keeps_its_logprobs():
     ids = TOKENIZER.encode("Hello")
     logprobs = tuple(TokenLogprobs(chosen=-float(index)) for index, _ in enumerate(ids))
-    delta = OutputDelta(
-        request_id="r", token_ids=tuple(ids), logprobs=logprobs, finish_reason=FinishReason.LENGTH
-    )
+    delta = OutputDelta(request_id="r", token_ids=tuple(ids), logprobs=logprobs, finish_reason=FinishReason.LENGTH)
     update = CompletionChoice(TOKENIZER).push(delta)
     assert [token.logprobs for token in update.tokens] == list(logprobs)
     offsets = [len(TOKENIZER.decode(ids[:count])) for count, _ in enumerate(ids)]
