@@ -26,8 +26,8 @@ logger = logging.getLogger("serving")
 Build = Callable[..., tuple[Any, Any, Any]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a server and return the exit status."""
+def main(arguments: Sequence[str] | None = None, build: Build | None = None) -> int:
+    """Run a server and return the exit status. `build` replaces `serving.launch.build_engine`."""
     try:
         config = parse_config(sys.argv[1:] if arguments is None else arguments, os.environ)
         check_model_folder(config)
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    log_configuration(config)
-    return serve(config, listener)
+    log_configuration(config, listener.getsockname()[1])
+    return serve(config, listener, build)
 
 
 def check_model_folder(config: ServeConfig) -> None:
@@ -85,11 +85,11 @@ def listen(config: ServeConfig) -> socket.socket:
 
 
 def serve(config: ServeConfig, listener: socket.socket, build: Build | None = None) -> int:
-    """Serve until a signal comes or the engine cannot be built. `build` replaces `serving.launch.build_engine`."""
+    """Serve until a signal comes or the engine cannot be built."""
     state = ServerState(config)
     server = DrainingServer(build_app(state), state)
     builder = threading.Thread(
-        target=_build, args=(state, server, listener.getsockname(), build), name="build", daemon=True
+        target=_build, args=(state, server, listener.getsockname()[1], build), name="build", daemon=True
     )
     server.run_with(listener, on_start=builder.start)
     if builder.is_alive():
@@ -101,7 +101,7 @@ def serve(config: ServeConfig, listener: socket.socket, build: Build | None = No
     return 2 if server.build_failed else 0
 
 
-def _build(state: ServerState, server: DrainingServer, address: Any, build: Build | None) -> None:
+def _build(state: ServerState, server: DrainingServer, port: int, build: Build | None) -> None:
     """Build the engine; on failure say why in one line and stop the server."""
     try:
         if build is None:
@@ -117,7 +117,7 @@ def _build(state: ServerState, server: DrainingServer, address: Any, build: Buil
         state.fail(reason)
         server.stop_after_failed_build()
         return
-    log_ready(state, address)
+    log_ready(state, port)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from serving.api.info import effective_values, version
 from serving.api.state import ServerState
@@ -12,18 +11,18 @@ from serving.config import ServeConfig
 logger = logging.getLogger("serving")
 
 
-def log_configuration(config: ServeConfig) -> None:
+def log_configuration(config: ServeConfig, port: int) -> None:
     """Log every setting, as given."""
     settings = " ".join(f"{name}={value}" for name, value in config.public().items() if value is not None)
     logger.info("k3jax %s: %s", version(), settings)
-    logger.info("Listening on http://%s:%d, /ready answers 200 when the model is up.", config.host, config.port)
+    logger.info("Listening on http://%s:%d, /ready answers 200 when the model is up.", config.host, port)
 
 
-def log_ready(state: ServerState, address: Any) -> None:
+def log_ready(state: ServerState, port: int) -> None:
     """Log what was chosen automatically and a request to copy."""
     effective = " ".join(f"{name}={value}" for name, value in effective_values(state).items())
     logger.info("In effect: %s", effective)
-    logger.info("Ready. Try:\n%s", example(state.config, address[1]))
+    logger.info("Ready. Try:\n%s", example(state.config, port))
 
 
 def example(config: ServeConfig, port: int) -> str:

@@ -9,10 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import uvicorn
 
 from k3jax.chat import render_chat
@@ -23,6 +22,9 @@ from serving.core.types import ExecutorLimits
 from serving.engine import Engine
 from serving.fake_executor import FakeExecutor, Fault
 from tests.k3jax.tokenizer_data import model_ids, small_literals, small_tokenizer
+
+if TYPE_CHECKING:
+    import openai  # a second to import, and processes that tests start need none of it
 
 VOCAB_SIZE = small_tokenizer().vocab_size
 LIMITS = ExecutorLimits(
@@ -49,9 +51,13 @@ class Served:
     http: httpx.Client
 
     def openai(self, **options: Any) -> openai.OpenAI:
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
 
     def async_openai(self, **options: Any) -> openai.AsyncOpenAI:
+        import openai
+
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **({"api_key": "none", "max_retries": 0} | options))
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
