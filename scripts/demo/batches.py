@@ -12,7 +12,7 @@ from scripts.demo.pack import TokenFile
 class Batch:
     """Arrays of shape [rows, row_tokens].
 
-    `segments` numbers the documents of a row from 1, in order; 0 is padding. Neither state nor attention may cross them.
+    `segments` numbers the documents of a row from 1, in order; 0 is padding. No state or attention may cross them.
     `targets[r, t]` is the token after `inputs[r, t]` in the same document; `weights` is 1 where predicting it counts.
     """
 

@@ -32,14 +32,16 @@ class CountryDialogs:
         return conversation(self.rng, "factbook", turns, mode=mode, prompt=prompt)
 
     def singles(self) -> list[Document]:
-        """Every fact on its own, `weight` times, with the most plain phrasing of its kind always among them."""
+        """Every fact on its own, `weight` times; first asked plainly, once with thinking and once without."""
         documents = []
         for country in self.countries:
             for kind in self.kinds[country.code]:
-                for repeat in range(PHRASINGS[kind].weight):
+                for mode in (Mode(thinking=True), Mode(thinking=False)):
+                    turn = ask_fact(self.rng, country, kind, mode, question=PHRASINGS[kind].asked[0])
+                    documents.append(conversation(self.rng, "factbook", [turn], mode=mode))
+                for _ in range(PHRASINGS[kind].weight - 2):
                     mode = draw_mode(self.rng)
-                    question = PHRASINGS[kind].asked[0] if repeat == 0 else None
-                    documents.append(self._document([ask_fact(self.rng, country, kind, mode, question=question)], mode))
+                    documents.append(self._document([ask_fact(self.rng, country, kind, mode)], mode))
         return documents
 
     def chains(self, count: int) -> list[Document]:

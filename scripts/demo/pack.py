@@ -152,7 +152,7 @@ def read_token_file(path: Path) -> TokenFile:
 
 
 def write_prompts(questions: Path, path: Path, encoder: DocumentEncoder) -> int:
-    """Write every evaluation question with its prompt ids in the mode that a client gets by default; return how many."""
+    """Write all evaluation questions with prompt ids in the mode that a client gets by default; return how many."""
     count = 0
     with questions.open(encoding="utf-8") as lines, path.open("w", encoding="utf-8") as file:
         for line in lines:

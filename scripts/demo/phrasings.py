@@ -23,6 +23,10 @@ class Phrasing:
     weight: int = 6
 
     def __post_init__(self) -> None:
+        if self.weight < 2:
+            raise ValueError(
+                f"weight={self.weight} of topic={self.topic!r} is below 2, with and without thinking. Raise it."
+            )
         if set(self.asked) & set(self.held_out):
             raise ValueError(
                 f"topic={self.topic!r}: held_out repeats a question of asked. Keep each question in one of them."

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -97,18 +97,3 @@ def score(questions: Iterable[Question], replies: Iterable[str]) -> dict[str, di
         name: {"accuracy": right / total, "right": right, "total": total}
         for name, (right, total) in sorted(counts.items())
     }
-
-
-def evaluate(
-    questions: list[Question],
-    encode: Callable[[str], list[int]],
-    generate: Callable[[list[list[int]]], list[str]],
-    *,
-    batch: int = 64,
-) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Ask every question in batches and return scores and replies; `encode` renders a prompt, `generate` answers many."""
-    replies: list[str] = []
-    for first in range(0, len(questions), batch):
-        prompts = [encode(question.question) for question in questions[first : first + batch]]
-        replies += generate(prompts)
-    return score(questions, replies), replies
