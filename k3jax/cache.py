@@ -1,0 +1,130 @@
+"""Device state of the serving step: pools of MLA pages and KDA slots, and the row state. All of it is donated.
+
+Page 0 and slot 0 are null: never owned, target of padding writes, which are zeros. The last row is null in the same way.
+Values beyond a row's length are replaced by zeros when read, never weighted by zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from k3jax.config import K3Config
+from k3jax.layers import wide_dtype
+from k3jax.sharding.collectives import Parallel
+
+PAGE_SIZE = 64
+MAX_LOGIT_BIAS = 300
+PROMPT_BIT = 1 << 15  # of a token count: the token occurs in the prompt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """Sizes of pools and row state."""
+
+    num_rows: int
+    num_pages: int  # null page included
+    num_slots: int  # null slot included
+    pages_per_row: int
+
+    @property
+    def null_row(self) -> int:
+        return self.num_rows
+
+
+class Pools(NamedTuple):
+    """The three stacked pools."""
+
+    mla: jax.Array  # [MLA layers, pages, 64, latent]
+    kda: jax.Array  # [KDA layers, slots, heads, V, K], wide
+    conv: jax.Array  # [KDA layers, slots, 3, 3 (q|k|v), width]: the last raw rows, oldest first
+
+
+class Rows(NamedTuple):
+    """Per request row; the last row is null. Sampling parameters stay with the row, so a step uploads only changes."""
+
+    slot: jax.Array  # [rows] int32
+    length: jax.Array  # [rows] int32, tokens in the cache
+    last_token: jax.Array  # [rows] int32, sampled and not yet in the cache
+    page_table: jax.Array  # [rows, pages_per_row] int32
+    seed: jax.Array  # [rows, 2] uint32
+    top_k: jax.Array  # [rows] int32, 0 off
+    num_logprobs: jax.Array  # [rows] int32, -1 none
+    temperature: jax.Array  # [rows] float32; so are the rest
+    top_p: jax.Array
+    min_p: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    bias_ids: jax.Array  # [rows, MAX_LOGIT_BIAS] int32, -1 empty
+    bias_values: jax.Array  # [rows, MAX_LOGIT_BIAS] float32
+    counts: jax.Array  # [rows, vocabulary] uint16: occurrences in the output, PROMPT_BIT for the prompt
+
+
+def pool_shapes(config: K3Config, shape: CacheShape, dtype) -> Pools:
+    """Abstract pools for activations of `dtype`."""
+    kda, mla, heads = len(config.kda_layers), len(config.mla_layers), config.kda_num_heads
+    width = config.kda_head_dim
+    return Pools(
+        mla=jax.ShapeDtypeStruct((mla, shape.num_pages, PAGE_SIZE, config.latent_width), dtype),
+        kda=jax.ShapeDtypeStruct((kda, shape.num_slots, heads, width, width), wide_dtype(dtype)),
+        conv=jax.ShapeDtypeStruct((kda, shape.num_slots, config.conv_size - 1, 3, config.kda_width), dtype),
+    )
+
+
+def row_shapes(config: K3Config, shape: CacheShape) -> Rows:
+    """Abstract row state."""
+    rows = shape.num_rows + 1
+
+    def array(dtype, *inner):
+        return jax.ShapeDtypeStruct((rows, *inner), dtype)
+
+    i32, f32 = jnp.int32, jnp.float32
+    return Rows(
+        slot=array(i32),
+        length=array(i32),
+        last_token=array(i32),
+        page_table=array(i32, shape.pages_per_row),
+        seed=array(jnp.uint32, 2),
+        top_k=array(i32),
+        num_logprobs=array(i32),
+        temperature=array(f32),
+        top_p=array(f32),
+        min_p=array(f32),
+        presence=array(f32),
+        frequency=array(f32),
+        repetition=array(f32),
+        bias_ids=array(i32, MAX_LOGIT_BIAS),
+        bias_values=array(f32, MAX_LOGIT_BIAS),
+        counts=array(jnp.uint16, config.vocab_size),
+    )
+
+
+def pool_specs(parallel: Parallel) -> Pools:
+    """KDA state by heads over all ranks; MLA pages replicated over tp (their sequence over dcp comes with DCP)."""
+    axes = parallel.axes
+    return Pools(
+        mla=PartitionSpec(),
+        kda=PartitionSpec(None, None, axes),
+        conv=PartitionSpec(None, None, None, None, axes),
+    )
+
+
+def row_specs(parallel: Parallel) -> Rows:
+    """Row state is replicated, the token counts are divided with the vocabulary."""
+    replicated = PartitionSpec()
+    return Rows(*(PartitionSpec(None, parallel.axes) if name == "counts" else replicated for name in Rows._fields))
+
+
+def pool_bytes(config: K3Config, dtype) -> tuple[int, int]:
+    """Bytes of one page and of one slot (KDA state and conv tail), unsharded."""
+    one = pool_shapes(config, CacheShape(num_rows=1, num_pages=1, num_slots=1, pages_per_row=1), dtype)
+
+    def size(s):
+        return int(jnp.dtype(s.dtype).itemsize) * int(jnp.prod(jnp.array(s.shape)))
+
+    return size(one.mla), size(one.kda) + size(one.conv)

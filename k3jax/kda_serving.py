@@ -1,0 +1,106 @@
+"""KDA on pooled state: one token per row for decode, a walk over chunk tiles for prefill. The XLA reference of both ops.
+
+State is read from and written to `pool[layer, slot]` in place. Reads are fenced from later writes: without the barrier XLA
+keeps a copy of the stacked pool per layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from k3jax import kda, tiles
+from k3jax.cache import Pools
+from k3jax.config import K3Config
+from k3jax.kda_packed import write_rows
+from k3jax.layers import wide
+
+
+class Chunks(NamedTuple):
+    """Prefill chunks of the step, packed after `first_token` tokens of decode."""
+
+    first_token: int
+    cu_seqlens: Int[Array, "N+1"]
+    starts: Int[Array, "N"]  # absolute position of each chunk's first token; 0 starts from empty state
+    rows: Int[Array, "N"]
+    slots: Int[Array, "N"]
+
+
+def decode(
+    params: dict, projected: kda.Projected, pools: Pools, layer: int, slots: Int[Array, "R"], live: Bool[Array, "R"], config: K3Config
+) -> tuple[Array, Pools]:
+    """Advance the live rows by one token; dead rows write zeros to the null slot. Returns mixer output [R, W]."""
+    slots = jnp.where(live, slots, 0)
+    state, tail, mla, state_pool, conv_pool = lax.optimization_barrier(
+        (pools.kda[layer, slots], pools.conv[layer, slots], *pools)
+    )
+    state = jnp.where(live[:, None, None, None], state, 0)
+    window = jnp.concatenate([jnp.where(live[:, None, None, None], tail, 0), projected.qkv[:, None]], axis=1)
+    taps = params["conv"]  # [3, W, J]
+    summed = sum(wide(window[:, j]) * taps[..., j] for j in range(config.conv_size))
+    convolved = jax.nn.silu(jnp.asarray(summed)).astype(projected.qkv.dtype)
+    q, k, v, log_decay, beta = kda.activate(params, convolved, projected.decay, projected.beta, config)
+    out, state = kda.recurrent_step(q, k, v, log_decay, beta, state)
+    keep = live[:, None, None, None]
+    state_pool = state_pool.at[layer, slots].set(jnp.where(keep, state, 0))
+    conv_pool = conv_pool.at[layer, slots].set(jnp.where(keep, window[:, 1:], 0))
+    return kda.finish(params, out, projected.gate, config), Pools(mla, state_pool, conv_pool)
+
+
+def prefill(
+    params: dict, projected: kda.Projected, pools: Pools, layer: int, chunks: Chunks, out: Array, config: K3Config
+) -> tuple[Array, Pools]:
+    """Run every chunk through its row's slot, writing mixer output rows into `out` [N, W] from `first_token` on.
+
+    The packed arrays must have at least `kda.CHUNK` rows after the last live token.
+    """
+    size = kda.CHUNK
+    plan = tiles.schedule(chunks.cu_seqlens, size)
+    history = config.conv_size - 1
+
+    def visit(index, carry):
+        out, state_pool, conv_pool = carry
+        tile = plan.tile(index)
+        live = jnp.arange(size) < tile.rows
+        slot = chunks.slots[tile.sequence]
+        is_fresh = (tile.offset == 0) & (chunks.starts[tile.sequence] == 0)
+        state, tail, state_pool, conv_pool = lax.optimization_barrier(
+            (_at(state_pool, layer, slot), _at(conv_pool, layer, slot), state_pool, conv_pool)
+        )
+        state, tail = jnp.where(is_fresh, 0, state), jnp.where(is_fresh, 0, tail)
+        raw = kda.Projected(*(_rows(x, chunks.first_token + tile.token, size, live) for x in projected))
+        window = jnp.concatenate([tail, raw.qkv], axis=0)
+        taps = params["conv"]
+        summed = sum(wide(window[j : j + size]) * taps[..., j] for j in range(config.conv_size))
+        convolved = jax.nn.silu(jnp.asarray(summed)).astype(raw.qkv.dtype)
+        q, k, v, log_decay, beta = kda.activate(params, convolved, raw.decay, raw.beta, config)
+        inert = live[:, None]
+        k, v = jnp.where(inert[..., None], k, 0), jnp.where(inert[..., None], v, 0)
+        log_decay, beta = jnp.where(inert[..., None], log_decay, 0), jnp.where(inert, beta, 0)
+        heads_first = (jnp.moveaxis(x, 0, 1) for x in (q, k, v, log_decay, beta))
+        mixed, state, _ = kda.chunk(*heads_first, state)
+        mixed = kda.finish(params, jnp.moveaxis(mixed, 1, 0), raw.gate, config)
+        out = write_rows(out, mixed, tile._replace(token=chunks.first_token + tile.token))
+        tail = lax.dynamic_slice_in_dim(window, tile.rows, history)
+        return out, _put(state_pool, state, layer, slot), _put(conv_pool, tail, layer, slot)
+
+    out, state_pool, conv_pool = lax.fori_loop(0, plan.count, visit, (out, pools.kda, pools.conv))
+    return out, Pools(pools.mla, state_pool, conv_pool)
+
+
+def _rows(x, start, size: int, live):
+    """Rows from `start`, dead ones zeroed whatever they hold."""
+    part = lax.dynamic_slice_in_dim(x, start, size)
+    return jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), part, 0)
+
+
+def _at(pool, layer: int, slot):
+    return lax.dynamic_slice(pool, (layer, slot, *(0,) * (pool.ndim - 2)), (1, 1, *pool.shape[2:]))[0, 0]
+
+
+def _put(pool, value, layer: int, slot):
+    return lax.dynamic_update_slice(pool, value[None, None].astype(pool.dtype), (layer, slot, *(0,) * (pool.ndim - 2)))

@@ -1,0 +1,38 @@
+"""Which implementation runs each op: chosen once, at start-up, with the reason. The XLA reference always works.
+
+An op is a plain callable with the signature of its reference, so kernels plug in without touching the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from k3jax import kda_serving, mla_serving, moe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ops:
+    """The ops of the serving step."""
+
+    kda_decode: Callable = kda_serving.decode
+    kda_prefill: Callable = kda_serving.prefill
+    mla_decode: Callable = mla_serving.decode
+    mla_prefill: Callable = mla_serving.prefill
+    routed_experts: Callable = moe.routed_experts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What runs an op and why."""
+
+    op: str
+    backend: str
+    reason: str
+
+
+def choose(platform: str) -> tuple[Ops, tuple[Choice, ...]]:
+    """Pick implementations for devices of `platform` ("cpu", "gpu"). No kernel is registered yet, so XLA runs all."""
+    reason = "the XLA reference is the only implementation" if platform == "gpu" else f"no kernels for {platform}"
+    names = [field.name for field in dataclasses.fields(Ops)]
+    return Ops(), tuple(Choice(op=name, backend="xla", reason=reason) for name in names)

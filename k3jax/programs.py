@@ -1,0 +1,95 @@
+"""Compiling the serving step: its programs, their operands' shardings, and fresh device state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from k3jax import cache, params, sampling
+from k3jax.config import K3Config
+from k3jax.pallas.dispatch import Ops
+from k3jax.sharding import rules
+from k3jax.sharding.collectives import Parallel
+from k3jax.step import StepExtras, StepOutputs, step
+from k3jax.step_inputs import StepShape, packed_size
+
+REPLICATED = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepProgram:
+    """Everything that decides the compiled step except its bucket."""
+
+    config: K3Config
+    cache_shape: cache.CacheShape
+    tree: Any  # abstract parameters
+    dtype: Any
+    mesh: Mesh
+    parallel: Parallel
+    ops: Ops = Ops()
+
+    def function(self, shape: StepShape):
+        """The step as a jitted function of (params, pools, rows, packed, extras); pools and rows are donated."""
+        in_specs = (
+            rules.param_specs(self.tree, self.parallel),
+            cache.pool_specs(self.parallel),
+            cache.row_specs(self.parallel),
+            REPLICATED,
+            StepExtras(REPLICATED, REPLICATED, REPLICATED),
+        )
+        out_specs = (in_specs[1], in_specs[2], StepOutputs(*(REPLICATED,) * 5))
+        body = functools.partial(step, config=self.config, shape=shape, ops=self.ops, parallel=self.parallel)
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(mapped, donate_argnums=(1, 2))
+
+    def compile(self, shape: StepShape) -> jax.stages.Compiled:
+        """Compile one bucket ahead of time."""
+        return self.function(shape).lower(*self.operands(shape)).compile()
+
+    def operands(self, shape: StepShape) -> tuple:
+        """Abstract operands of a bucket, with shardings."""
+        vocab_words = -(-self.config.vocab_size // 32)
+        packed = jax.ShapeDtypeStruct((packed_size(shape),), jnp.int32)
+        extras = StepExtras(
+            jax.ShapeDtypeStruct((shape.rows, cache.MAX_LOGIT_BIAS), jnp.int32),
+            jax.ShapeDtypeStruct((shape.rows, cache.MAX_LOGIT_BIAS), jnp.float32),
+            jax.ShapeDtypeStruct((shape.rows, vocab_words), jnp.uint32),
+        )
+        return (
+            self._placed(params.shapes(self.tree, self.dtype), rules.param_specs(self.tree, self.parallel)),
+            self._placed(cache.pool_shapes(self.config, self.cache_shape, self.dtype), cache.pool_specs(self.parallel)),
+            self._placed(cache.row_shapes(self.config, self.cache_shape), cache.row_specs(self.parallel)),
+            self._placed(packed, REPLICATED),
+            self._placed(extras, StepExtras(REPLICATED, REPLICATED, REPLICATED)),
+        )
+
+    def _placed(self, shapes, specs):
+        def place(shape, spec):
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(place, shapes, specs)
+
+    def fresh_state(self) -> tuple[cache.Pools, cache.Rows]:
+        """Empty pools and rows on the devices."""
+        _, pools, rows, _, _ = self.operands(StepShape(rows=1, prefill_tokens=0))
+
+        def zeros():
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (pools, rows))
+
+        shardings = jax.tree.map(lambda s: s.sharding, (pools, rows))
+        fresh_pools, fresh_rows = jax.jit(zeros, out_shardings=shardings)()
+        return fresh_pools, fresh_rows._replace(bias_ids=fresh_rows.bias_ids - 1)
+
+    def neutral_extras(self, shape: StepShape) -> StepExtras:
+        """Extras of a step that uses none of the features, on the devices."""
+        extras = StepExtras(
+            jnp.full((shape.rows, cache.MAX_LOGIT_BIAS), -1, jnp.int32),
+            jnp.zeros((shape.rows, cache.MAX_LOGIT_BIAS), jnp.float32),
+            sampling.full_mask(shape.rows, self.config.vocab_size),
+        )
+        return jax.device_put(extras, NamedSharding(self.mesh, REPLICATED))

@@ -1,0 +1,207 @@
+"""Choosing the next token over a vocabulary that may be divided over ranks.
+
+Greedy is an argmax; sampling adds Gumbel noise and takes an argmax over the tokens above a threshold. Thresholds for top-k
+and top-p come from a bisection over the bit patterns of the logits (counts and masses summed over ranks): no sort, no
+gathered vocabulary. Noise is a hash of (seed, position, token id): it depends on neither the batch nor the mesh.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.cache import PROMPT_BIT
+from k3jax.layers import wide, wide_dtype
+from k3jax.sharding.collectives import Parallel
+
+MAX_LOGPROBS = 20
+
+
+class Controls(NamedTuple):
+    """Sampling parameters of the lanes of one step, each [R] unless said."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    presence: Array
+    frequency: Array
+    repetition: Array
+    seed: Array  # [R, 2] uint32
+    position: Array  # of the token being chosen
+    num_logprobs: Array
+    bias_ids: Array  # [R, M]
+    bias_values: Array  # [R, M]
+    counts: Array  # [R, local vocabulary] uint16
+    allowed: Array  # [R, words] uint32, packed over the whole vocabulary
+
+
+class Sampled(NamedTuple):
+    """What a lane produced."""
+
+    token: Int[Array, "R"]
+    is_nan: Bool[Array, "R"]
+    logprob: Float[Array, "R"]
+    top_ids: Int[Array, "R n"]
+    top_logprobs: Float[Array, "R n"]
+
+
+def sample(logits: Float[Array, "R X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel) -> Sampled:
+    """Choose one token per lane from this rank's share of the logits. Lanes do not interact; dead lanes give token 0."""
+    raw = wide(logits)
+    is_nan = parallel.psum(jnp.sum(jnp.isnan(raw), axis=-1)) > 0
+    first = parallel.index() * raw.shape[-1]
+    adjusted = adjust(jnp.where(is_nan[:, None], 0, raw), controls, first, parallel)
+    ids = first + jnp.arange(raw.shape[-1], dtype=jnp.int32)
+
+    def stochastic():
+        temperature = jnp.where(controls.temperature > 0, controls.temperature, 1)[:, None]
+        scaled = adjusted / temperature.astype(adjusted.dtype)
+        threshold = keep_threshold(scaled, controls, parallel)
+        noisy = scaled + gumbel(controls.seed, controls.position, ids, adjusted.dtype)
+        kept = jnp.where(scaled >= threshold[:, None], noisy, -jnp.inf)
+        return jnp.where(controls.temperature[:, None] > 0, kept, adjusted)
+
+    final = lax.cond(jnp.any(live & (controls.temperature > 0)), stochastic, lambda: adjusted)
+    token = jnp.where(live & ~is_nan, argmax(final, ids, parallel), 0)
+    return Sampled(token, is_nan & live, *logprobs(raw, token, ids, controls, live, parallel))
+
+
+def adjust(logits: Float[Array, "R X"], controls: Controls, first, parallel: Parallel) -> Float[Array, "R X"]:
+    """Repetition, frequency and presence penalties, then the bias list, then the allowed set."""
+    dtype = logits.dtype
+    uses = (controls.counts & jnp.uint16(PROMPT_BIT - 1)).astype(dtype)
+    repetition = controls.repetition[:, None].astype(dtype)
+    penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(controls.counts > 0, penalised, logits)
+    logits -= controls.frequency[:, None].astype(dtype) * uses
+    logits -= controls.presence[:, None].astype(dtype) * (uses > 0)
+
+    def with_bias():
+        local = controls.bias_ids - first
+        inside = (controls.bias_ids >= 0) & (local >= 0) & (local < logits.shape[-1])
+        lane = jnp.arange(logits.shape[0])[:, None]
+        return logits.at[lane, jnp.where(inside, local, logits.shape[-1])].add(
+            controls.bias_values.astype(dtype), mode="drop"
+        )
+
+    logits = lax.cond(jnp.any(controls.bias_ids >= 0), with_bias, lambda: logits)
+    ids = first + jnp.arange(logits.shape[-1])
+    words = controls.allowed[:, ids // 32]
+    return jnp.where((words >> (ids % 32).astype(jnp.uint32)) & 1 == 1, logits, -jnp.inf)
+
+
+def argmax(values: Float[Array, "R X"], ids: Int[Array, "X"], parallel: Parallel) -> Int[Array, "R"]:
+    """Token id of the largest value over all ranks; ties go to the lowest id."""
+    best = jnp.max(values, axis=-1)
+    candidate = ids[jnp.argmax(values, axis=-1)]
+    top = parallel.pmax(best)
+    return -parallel.pmax(jnp.where(best == top, -candidate, jnp.iinfo(jnp.int32).min))
+
+
+def keep_threshold(scaled: Float[Array, "R X"], controls: Controls, parallel: Parallel) -> Float[Array, "R"]:
+    """Smallest kept value per lane: top-k, then top-p of what is left renormalised, then min-p against the best.
+
+    Values equal to a threshold are all kept. At least the best token always is.
+    """
+    top = parallel.pmax(jnp.max(scaled, axis=-1))
+    lowest = jnp.full_like(top, -jnp.inf)
+
+    def by_count():
+        wanted = jnp.where(controls.top_k > 0, controls.top_k, jnp.iinfo(jnp.int32).max)
+        found = _bisect(scaled, lambda kept: parallel.psum(jnp.sum(kept, axis=-1)) >= wanted)
+        return jnp.where(controls.top_k > 0, found, lowest)
+
+    threshold = lax.cond(jnp.any(controls.top_k > 0), by_count, lambda: lowest)
+
+    def by_mass():
+        mass = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled - top[:, None]), 0)
+        wanted = controls.top_p.astype(mass.dtype) * parallel.psum(jnp.sum(mass, axis=-1))
+        found = _bisect(scaled, lambda kept: parallel.psum(jnp.sum(jnp.where(kept, mass, 0), axis=-1)) >= wanted)
+        return jnp.where(controls.top_p < 1, jnp.maximum(found, threshold), threshold)
+
+    threshold = lax.cond(jnp.any(controls.top_p < 1), by_mass, lambda: threshold)
+    min_p = controls.min_p.astype(top.dtype)
+    by_best = jnp.where(min_p > 0, top + jnp.log(jnp.maximum(min_p, jnp.finfo(top.dtype).tiny)), -jnp.inf)
+    return jnp.minimum(jnp.maximum(threshold, by_best), top)
+
+
+def _bisect(values: Float[Array, "R X"], is_enough) -> Float[Array, "R"]:
+    """Largest t such that `is_enough(values >= t)`, or the smallest float if none: exact, one pass per bit."""
+    keys = _ordered(values)
+    info = jnp.iinfo(keys.dtype)
+    low = jnp.full(values.shape[0], info.min, keys.dtype)
+    high = jnp.full(values.shape[0], info.max, keys.dtype)
+
+    def halve(_, bounds):
+        low, high = bounds
+        # Mean rounded up without overflow.
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
+        enough = is_enough(keys >= middle[:, None])
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    low, _ = lax.fori_loop(0, info.bits, halve, (low, high))
+    return _from_ordered(low, values.dtype)
+
+
+def _ordered(x):
+    """Integers that sort like the floats."""
+    integer = jnp.int64 if x.dtype == jnp.float64 else jnp.int32
+    bits = lax.bitcast_convert_type(x, integer)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+
+
+def _from_ordered(keys, dtype):
+    bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
+    value = lax.bitcast_convert_type(bits, dtype)
+    return jnp.where(jnp.isnan(value), -jnp.inf, value)
+
+
+def logprobs(raw, token, ids, controls: Controls, live, parallel: Parallel):
+    """Log-probabilities of the chosen and of the best tokens under the raw model distribution, if any lane asks."""
+    count = min(MAX_LOGPROBS, raw.shape[-1])
+    rows = raw.shape[0]
+
+    def compute():
+        top = parallel.pmax(jnp.max(raw, axis=-1, keepdims=True))
+        log_sum = top[:, 0] + jnp.log(parallel.psum(jnp.sum(jnp.exp(raw - top), axis=-1)))
+        chosen = parallel.psum(jnp.sum(jnp.where(ids == token[:, None], raw, 0), axis=-1)) - log_sum
+        values, places = lax.top_k(raw, count)
+        values, best = parallel.all_gather(values), parallel.all_gather(ids[places])
+        values, order = lax.top_k(values, count)
+        return chosen, jnp.take_along_axis(best, order, axis=-1), values - log_sum[:, None]
+
+    def nothing():
+        zeros = jnp.zeros((rows, count), raw.dtype)
+        return jnp.zeros(rows, raw.dtype), jnp.zeros((rows, count), jnp.int32), zeros
+
+    return lax.cond(jnp.any(live & (controls.num_logprobs >= 0)), compute, nothing)
+
+
+def gumbel(seed: Array, position: Int[Array, "R"], ids: Int[Array, "X"], dtype) -> Float[Array, "R X"]:
+    """Gumbel noise from Threefry-2x32 keyed by the row's seed, counting (position, token id)."""
+    bits = threefry_2x32(seed[:, :1], seed[:, 1:], position[:, None].astype(jnp.uint32), ids[None].astype(jnp.uint32))
+    uniform = ((bits >> 9).astype(wide_dtype(dtype)) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
+
+
+def threefry_2x32(key0, key1, counter0, counter1):
+    """First output word of Threefry-2x32 with 20 rounds (Salmon et al., SC 2011), elementwise with broadcasting."""
+    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = counter0 + keys[0], counter1 + keys[1]
+    for group in range(5):
+        for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x0
+
+
+def full_mask(rows: int, vocab_size: int) -> jax.Array:
+    """The neutral allowed set: every token."""
+    return jnp.full((rows, -(-vocab_size // 32)), 0xFFFFFFFF, jnp.uint32)

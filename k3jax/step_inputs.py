@@ -1,0 +1,170 @@
+"""What one step uploads: deltas to the row state and the packed batch, as one int32 vector.
+
+A program is a `StepShape`: row lanes x prefill tokens. Lanes hold the decode rows first, then the rows of the chunks; the
+token axis holds one decode token per lane (padding included), then the chunks' tokens, packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from k3jax import kda
+from k3jax.cache import PAGE_SIZE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """Static shape of one compiled step."""
+
+    rows: int  # decode rows + chunks at most
+    prefill_tokens: int  # 0: decode only
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the token axis: lanes, prefill tokens and the slack that the last chunk tile may run into."""
+        if not self.prefill_tokens:
+            return self.rows
+        return self._in_tiles(self.rows + self.prefill_tokens + kda.CHUNK)
+
+    @property
+    def token_tile(self) -> int:
+        """Tokens per visit of the per-token blocks: a quarter of the bucket, so padding costs at most that much."""
+        if not self.prefill_tokens:
+            return self.rows if self.rows <= 8 else max(8, self.rows // 4)
+        return -(-(self.rows + self.prefill_tokens // 4) // 8) * 8
+
+    def _in_tiles(self, tokens: int) -> int:
+        return -(-tokens // self.token_tile) * self.token_tile
+
+    @property
+    def max_pages(self) -> int:
+        """Pages a step may append: every decode row one, every chunk its tokens' worth and one more."""
+        return 2 * self.rows + self.prefill_tokens // PAGE_SIZE
+
+
+class StepInputs(NamedTuple):
+    """Every field int32 unless said. Unused lanes name the null row; unused page entries too."""
+
+    num_decode: np.ndarray | jax.Array  # []
+    num_chunks: np.ndarray | jax.Array  # []
+    lane_rows: np.ndarray | jax.Array  # [R]
+    chunk_starts: np.ndarray | jax.Array  # [R]
+    cu_seqlens: np.ndarray | jax.Array  # [R + 1]
+    chunk_is_last: np.ndarray | jax.Array  # [R]
+    tokens: np.ndarray | jax.Array  # [prefill tokens]
+    page_rows: np.ndarray | jax.Array  # [M]
+    page_index: np.ndarray | jax.Array  # [M]
+    page_ids: np.ndarray | jax.Array  # [M]
+    admit_rows: np.ndarray | jax.Array  # [R]
+    admit_slots: np.ndarray | jax.Array  # [R]
+    admit_seeds: np.ndarray | jax.Array  # [R, 2], bits of uint32
+    admit_top_k: np.ndarray | jax.Array  # [R]
+    admit_logprobs: np.ndarray | jax.Array  # [R]
+    admit_floats: np.ndarray | jax.Array  # [R, 6], bits of float32: temperature top_p min_p presence frequency repetition
+
+
+@functools.cache
+def layout(shape: StepShape) -> StepInputs:
+    """Shapes of the fields."""
+    rows, pages = (shape.rows,), (shape.max_pages,)
+    return StepInputs(
+        num_decode=(),
+        num_chunks=(),
+        lane_rows=rows,
+        chunk_starts=rows,
+        cu_seqlens=(shape.rows + 1,),
+        chunk_is_last=rows,
+        tokens=(shape.prefill_tokens,),
+        page_rows=pages,
+        page_index=pages,
+        page_ids=pages,
+        admit_rows=rows,
+        admit_slots=rows,
+        admit_seeds=(*rows, 2),
+        admit_top_k=rows,
+        admit_logprobs=rows,
+        admit_floats=(*rows, 6),
+    )  # pyright: ignore[reportArgumentType]
+
+
+def neutral(shape: StepShape, null_row: int) -> StepInputs:
+    """Inputs of a step that does nothing, to be filled in place."""
+    fields = StepInputs(*(np.zeros(s, np.int32) for s in layout(shape)))
+    for lanes in (fields.lane_rows, fields.page_rows, fields.admit_rows):
+        lanes[...] = null_row
+    return fields
+
+
+def pack(inputs: StepInputs) -> np.ndarray:
+    """One vector for one transfer."""
+    return np.concatenate([np.asarray(field, np.int32).ravel() for field in inputs])
+
+
+def unpack(vector: jax.Array, shape: StepShape) -> StepInputs:
+    """Static slices of the vector, in the program."""
+    fields, start = [], 0
+    for field in layout(shape):
+        size = int(np.prod(field, dtype=np.int64))
+        fields.append(lax.slice_in_dim(vector, start, start + size).reshape(field))
+        start += size
+    return StepInputs(*fields)
+
+
+def packed_size(shape: StepShape) -> int:
+    """Length of the packed vector."""
+    return sum(int(np.prod(field, dtype=np.int64)) for field in layout(shape))
+
+
+class Geometry(NamedTuple):
+    """Where every token and lane of the step stands, derived once for all layers."""
+
+    lane_is_decode: jax.Array  # [R]
+    lane_samples: jax.Array  # [R]
+    sample_token: jax.Array  # [R] index on the token axis of the last token of the lane
+    lane_position: jax.Array  # [R] position of the token to be sampled
+    token_live: jax.Array  # [N]
+    token_row: jax.Array  # [N]
+    token_position: jax.Array  # [N]
+    chunk_rows: jax.Array  # [R]
+    end: jax.Array  # [] one past the last live token
+
+
+def geometry(inputs: StepInputs, lengths: jax.Array, shape: StepShape, null_row: int) -> Geometry:
+    """Derive positions from the row lengths held on the device."""
+    lanes = jnp.arange(shape.rows)
+    is_decode = lanes < inputs.num_decode
+    chunk_of_lane = jnp.clip(lanes - inputs.num_decode, 0, shape.rows - 1)
+    is_chunk = (lanes >= inputs.num_decode) & (lanes < inputs.num_decode + inputs.num_chunks)
+    chunk_lane = jnp.minimum(lanes + inputs.num_decode, shape.rows - 1)
+    chunk_live = lanes < inputs.num_chunks
+    chunk_rows = jnp.where(chunk_live, inputs.lane_rows[chunk_lane], null_row)
+    chunk_length = jnp.diff(inputs.cu_seqlens)
+    lane_length = lengths[inputs.lane_rows]
+    chunk_end = inputs.chunk_starts + chunk_length
+    prefill_total = inputs.cu_seqlens[-1]
+
+    token = jnp.arange(shape.num_tokens)
+    packed = token - shape.rows
+    in_prefill = packed >= 0
+    chunk = jnp.minimum(jnp.searchsorted(inputs.cu_seqlens[1:], packed, side="right"), shape.rows - 1)
+    lane = jnp.minimum(token, shape.rows - 1)
+    return Geometry(
+        lane_is_decode=is_decode,
+        lane_samples=is_decode | (is_chunk & (inputs.chunk_is_last[chunk_of_lane] > 0)),
+        sample_token=jnp.where(is_decode, lanes, shape.rows + inputs.cu_seqlens[chunk_of_lane + 1] - 1),
+        lane_position=jnp.where(is_decode, lane_length + 1, chunk_end[chunk_of_lane]),
+        token_live=jnp.where(in_prefill, packed < prefill_total, lane < inputs.num_decode),
+        token_row=jnp.where(in_prefill, chunk_rows[chunk], inputs.lane_rows[lane]),
+        token_position=jnp.where(
+            in_prefill, inputs.chunk_starts[chunk] + packed - inputs.cu_seqlens[chunk], lane_length[lane]
+        ),
+        chunk_rows=chunk_rows,
+        end=jnp.where(prefill_total > 0, shape.rows + prefill_total, inputs.num_decode),
+    )
