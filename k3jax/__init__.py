@@ -6,12 +6,14 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "load": "k3jax.load",
+    "Model": "k3jax.api",
+    "load": "k3jax.api",
     "K3": "k3jax.model",
     "K3Config": "k3jax.config",
     "ConfigError": "k3jax.config",
+    "LoadError": "k3jax.checkpoint_reader",
 }
-__all__ = ["K3", "ConfigError", "K3Config", "load"]
+__all__ = ["K3", "ConfigError", "K3Config", "LoadError", "Model", "load"]
 
 
 def __getattr__(name: str) -> Any:
