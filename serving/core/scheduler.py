@@ -160,17 +160,22 @@ class Scheduler:
 
     def _plan_prefills(self, draft: PlanDraft) -> None:
         started = deque(request for request in self._running if not request.is_prefilled)
+        can_admit = True
         while draft.budget > 0:
             while started and started[0].row is None:
                 started.popleft()
-            if started and not (self._waiting and self._waiting[0].key < started[0].key):
+            if can_admit and self._waiting and not (started and started[0].key < self._waiting[0].key):
+                if not self._admit(self._waiting[0], draft):
+                    # Those who run go on even when a more urgent one waits: it may wait for what they hold.
+                    can_admit = False
+                    continue
+                request = self._waiting.pop(0)
+            elif started:
                 request = started.popleft()
                 end = self._chunk_end(request, draft)
                 if end == request.num_written or not self._cover(request, end, draft):
                     return
                 draft.add_chunk(request, end)
-            elif self._waiting and self._admit(self._waiting[0], draft):
-                request = self._waiting.pop(0)
             else:
                 return
             if not request.is_prefilled:

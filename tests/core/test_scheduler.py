@@ -64,6 +64,17 @@ def test_a_smaller_priority_number_is_served_first():
     assert ledger.order_of_first_tokens == ["urgent", "early", "late"]
 
 
+def test_an_urgent_request_that_finds_no_row_does_not_block_the_prompt_that_holds_it():
+    executor = FakeExecutor(limits(num_rows=1, max_step_tokens=8), chunk_grid=8)
+    loop, ledger = _loop(executor), Ledger()
+    ledger.take(loop.add(request("ordinary", 20, priority=1)))
+    ledger.take(loop.step() or ())  # its first chunk
+    ledger.take(loop.add(request("urgent", 5, priority=0)))
+    ledger.take(loop.add(request("later", 5, priority=1)))
+    run_to_end(loop, ledger)
+    assert ledger.order_of_first_tokens == ["ordinary", "urgent", "later"]
+
+
 def test_decodes_come_before_prefill_and_nobody_overtakes_a_cut_prompt():
     executor = FakeExecutor(limits(), chunk_grid=8)
     scheduler = Scheduler(executor.limits, chunk_grid=8)
