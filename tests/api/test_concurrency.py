@@ -67,7 +67,8 @@ def test_a_reader_that_goes_away_cancels_its_stream(babbling: Served, path: str)
     body |= {"messages": HELLO} if "chat" in path else {"prompt": "x"}
     num_before = babbling.engine.stats().generation_tokens_total
     with babbling.http.stream("POST", path, json=body) as response:
-        next(response.iter_raw())
+        pieces = response.iter_raw()  # dropping the iterator would close the stream
+        next(pieces)
         assert babbling.engine.stats().num_running == 2
     babbling.wait_until_idle()
     assert babbling.engine.stats().generation_tokens_total - num_before < 2 * 3500
@@ -91,7 +92,8 @@ def test_aborted_requests_are_counted():
     with serve(delay_s=0.001) as served:
         body = {"prompt": "x", "stream": True, "max_tokens": 3500, "ignore_eos": True}
         with served.http.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_raw())
+            pieces = response.iter_raw()  # dropping the iterator would close the stream
+            next(pieces)
         line = 'k3jax_request_success_total{finished_reason="abort",model_name="demo"} 1.0'
         served.wait_until(lambda: line in served.http.get("/metrics").text)
 

@@ -1,0 +1,143 @@
+"""ServeConfig, its flags, its environment variables and its table in the docs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.config import ConfigError, ServeConfig, flag_name
+from serving.flags import env_name, flag_table, parse_config
+
+REPOSITORY = Path(__file__).parents[2]
+
+# One value per setting that differs from its default.
+OTHER_VALUES: dict[str, Any] = {
+    "model": "/models/k3",
+    "served_model_name": "kay",
+    "load_format": "dummy",
+    "dtype": "float64",
+    "max_model_len": 77,
+    "seed": 5,
+    "tp": 2,
+    "shard_latents": "on",
+    "max_num_seqs": 3,
+    "max_step_tokens": 128,
+    "num_pages": 9,
+    "num_slots": 8,
+    "memory_fraction": 0.5,
+    "compile_cache": "/tmp/cache",
+    "host": "0.0.0.0",
+    "port": 81,
+    "api_key": "k",
+    "max_body_mb": 2.5,
+    "shutdown_timeout_s": 1.5,
+    "log_level": "error",
+}
+
+
+def test_the_defaults_need_no_flag():
+    config = parse_config([], {})
+    assert config == ServeConfig()
+    assert (config.model, config.host, config.port) == ("demo", "127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_VALUES))
+def test_every_setting_can_be_given_as_flag_and_as_variable(name: str):
+    value = OTHER_VALUES[name]
+    assert getattr(parse_config([flag_name(name), str(value)], {}), name) == value
+    assert getattr(parse_config([], {env_name(name): str(value)}), name) == value
+
+
+def test_every_setting_is_covered_here():
+    # dcp has one legal value only
+    assert {field.name for field in dataclasses.fields(ServeConfig)} == {*OTHER_VALUES, "dcp"}
+
+
+def test_a_flag_beats_its_variable():
+    assert parse_config(["--port", "81"], {"K3JAX_PORT": "82"}).port == 81
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-model-length", "5"], "Did you mean --max-model-len?"),
+        (["--max-model", "5"], "Unknown flag --max-model."),
+        (["demo"], "Unexpected argument 'demo'"),
+        (["--dtype", "float16"], "float16"),
+        (["--port", "65536"], "--port=65536"),
+        (["--tp", "0"], "--tp=0"),
+        (["--max-num-seqs", "-1"], "--max-num-seqs=-1"),
+        (["--memory-fraction", "nan"], "--memory-fraction=nan"),
+        (["--memory-fraction", "1.5"], "--memory-fraction=1.5"),
+        (["--max-body-mb", "0"], "--max-body-mb=0"),
+        (["--shutdown-timeout-s", "inf"], "--shutdown-timeout-s=inf"),
+        (["--seed", "-1"], "--seed=-1"),
+        (["--model", ""], "--model"),
+        (["--api-key", ""], "--api-key"),
+    ],
+)
+def test_a_mistake_names_flag_value_and_fix(flags: list[str], words: str):
+    with pytest.raises(ConfigError) as error:
+        parse_config(flags, {})
+    assert words in str(error.value)
+    assert str(error.value).endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--dcp", "2"], "not built"),
+        (["--num-pages", "9", "--memory-fraction", "0.5"], "no effect beside"),
+        (["--load-format", "fake", "--dtype", "float32"], "no effect with --load-format fake"),
+        (["--load-format", "fake", "--tp", "2"], "no effect with --load-format fake"),
+        (["--load-format", "fake", "--compile-cache", "x"], "no effect with --load-format fake"),
+        (["--load-format", "fake", "--shard-latents", "on"], "no effect with --load-format fake"),
+    ],
+)
+def test_a_flag_that_could_not_have_any_effect_is_refused_with_the_reason(flags: list[str], words: str):
+    """D68."""
+    with pytest.raises(ConfigError, match=words):
+        parse_config(flags, {})
+
+
+def test_a_variable_that_is_nearly_a_setting_is_refused():
+    with pytest.raises(ConfigError, match="Did you mean K3JAX_MODEL"):
+        parse_config([], {"K3JAX_MODELL": "x"})
+
+
+def test_variables_of_other_programs_are_left_alone():
+    assert parse_config([], {"K3JAX_ZZZ": "x", "PORT": "1"}) == ServeConfig()
+
+
+def test_a_variable_that_does_not_parse_is_named():
+    with pytest.raises(ConfigError, match="K3JAX_PORT='eighty'"):
+        parse_config([], {"K3JAX_PORT": "eighty"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({}, "demo"), ({"model": "/models/k3/"}, "k3"), ({"model": "/models/k3", "served_model_name": "kay"}, "kay")],
+)
+def test_the_served_name_is_the_given_one_or_the_folders(settings: dict[str, str], name: str):
+    assert ServeConfig(**settings).served_name == name
+
+
+def test_the_secret_setting_is_not_public():
+    assert "secret" not in str(ServeConfig(api_key="secret").public())
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(["--help"], {})
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(flag_name(field.name) in shown for field in dataclasses.fields(ServeConfig))
+
+
+def test_the_table_in_the_docs_is_the_generated_one():
+    text = (REPOSITORY / "docs" / "operations.md").read_text()
+    table = text.split("`python -m serving.flags` -->\n")[1].split("\n<!-- end of flags")[0]
+    assert table == flag_table()
