@@ -237,7 +237,7 @@ def _people(profile: dict[str, Any]) -> Fact | None:
 
 def _climate(profile: dict[str, Any]) -> Fact | None:
     raw = _outside_brackets(_text(profile, "Geography/Climate"))
-    words = re.split(r"[;,]", raw)[0].strip()
+    words = re.sub(r" with (cold|mild)$", "", re.split(r"[;,]", raw)[0].strip())
     return Fact(text=words, accepted=(words,)) if 4 < len(words) <= 60 and " varies" not in f" {words}" else None
 
 
@@ -268,7 +268,7 @@ def _facts(profile: dict[str, Any]) -> dict[str, Fact]:
         "symbol": _plain(
             profile,
             "Government/National symbol(s)",
-            r"((?!white|four|a circle|stylized|two|three|red)[a-z][^;,(]{2,40}?)\s*(?:[;,(]|$)",
+            r"((?!white|four|a |the |stylized|two|three|red|national)[a-z][^;,(]{2,40}?)\s*(?:[;,(]|$)",
         ),
         "anthem": _plain(profile, "Government/National anthem/name", r'"([^"]+?),?"'),
     }
@@ -291,7 +291,9 @@ def _country(code: str, profile: dict[str, Any]) -> Country | None:
     if not name or ";" in name:
         return None
     facts = _facts(profile) | {
-        kind: Fact(text=text, accepted=(text,)) for kind, text in FACT_FIXES.get(code, {}).items() if text
+        kind: Fact(text=text, accepted=(text.split(", at ")[0],))
+        for kind, text in FACT_FIXES.get(code, {}).items()
+        if text
     }
     for kind, text in FACT_FIXES.get(code, {}).items():
         if not text:
