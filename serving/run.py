@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from k3jax.chat import ChatLiterals
 from serving.api.app import build_app
 from serving.api.state import Backend, ServerState
 from serving.config import ConfigError, ServeConfig
@@ -109,7 +110,7 @@ def _build(state: ServerState, server: DrainingServer, port: int, build: Build |
         else:
             build_engine = build
         engine, tokenizer, literals = build_engine(state.config, progress=state.report_progress)
-        state.attach(Backend(engine=engine, tokenizer=tokenizer, literals=literals))
+        state.attach(Backend(engine=engine, tokenizer=tokenizer, literals=literals or ChatLiterals()))
     except Exception as error:
         logger.debug("The engine could not be built.", exc_info=True)
         reason = " ".join(str(error).split()) or type(error).__name__

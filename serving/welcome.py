@@ -15,7 +15,7 @@ def log_configuration(config: ServeConfig, port: int) -> None:
     """Log every setting, as given."""
     settings = " ".join(f"{name}={value}" for name, value in config.public().items() if value is not None)
     logger.info("k3jax %s: %s", version(), settings)
-    logger.info("Listening on http://%s:%d, /ready answers 200 when the model is up.", config.host, port)
+    logger.info("Listening on %s, /ready answers 200 when the model is up.", _url(config.host, port))
 
 
 def log_ready(state: ServerState, port: int) -> None:
@@ -27,10 +27,8 @@ def log_ready(state: ServerState, port: int) -> None:
 
 def example(config: ServeConfig, port: int) -> str:
     """Return a curl command and three lines of Python that work as they are."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, config.host)
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
-    url, name = f"http://{host}:{port}/v1", config.served_name
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)  # a client needs one address
+    url, name = f"{_url(host, port)}/v1", config.served_name
     key = "$K3JAX_API_KEY" if config.api_key is not None else ""
     header = f' -H "Authorization: Bearer {key}"' if key else ""
     python_key = 'os.environ["K3JAX_API_KEY"]' if key else '"none"'
@@ -45,3 +43,7 @@ def example(config: ServeConfig, port: int) -> str:
             f'messages=[{{"role": "user", "content": "{question}"}}]).choices[0].message.content)',
         )
     )
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

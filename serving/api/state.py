@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
 
+from k3jax.chat import ChatLiterals
 from k3jax.tokenizer import Tokenizer
 from serving.api.errors import invalid, unavailable
 from serving.config import ServeConfig
@@ -20,7 +20,7 @@ class Backend:
 
     engine: Engine
     tokenizer: Tokenizer | None
-    literals: Any  # k3jax.chat.ChatLiterals, or None when the model folder has none
+    literals: ChatLiterals = ChatLiterals()  # none: only conversations that need no fixed sentence can be rendered
 
     @property
     def limits(self) -> ExecutorLimits:
@@ -39,8 +39,10 @@ class Backend:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids with which the model itself ends a message."""
-        return () if self.tokenizer is None else (self.tokenizer.end_of_message_id,)
+        """The ids with which the model itself ends a message or a text."""
+        if self.tokenizer is None:
+            return ()
+        return tuple(dict.fromkeys((self.tokenizer.end_of_message_id, self.tokenizer.eos_id)))
 
 
 class ServerState:

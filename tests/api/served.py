@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import uvicorn
 
-from k3jax.chat import render_chat
+from k3jax.chat import ChatLiterals, render_chat
 from serving.api.app import build_app
 from serving.api.state import Backend, ServerState
 from serving.config import ServeConfig
@@ -110,7 +110,7 @@ def serve(
         Backend(
             engine=engine,
             tokenizer=small_tokenizer() if has_tokenizer else None,
-            literals=small_literals() if has_tokenizer else None,
+            literals=small_literals() if has_tokenizer else ChatLiterals(),
         )
     )
     try:

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from serving.fake_executor import Fault
@@ -19,23 +20,24 @@ def babbling():
         yield served
 
 
-async def streamed_text(served: Served, number: int) -> str:
-    async with served.async_openai() as client:
-        messages: Any = [{"role": "user", "content": f"Number {number}"}]
-        chunks = await client.chat.completions.create(
-            model="demo", messages=messages, stream=True, temperature=0, max_tokens=30
-        )
-        deltas = [chunk.choices[0].delta async for chunk in chunks]
+async def streamed_text(client: openai.AsyncOpenAI, number: int) -> str:
+    messages: Any = [{"role": "user", "content": f"Number {number}"}]
+    chunks = await client.chat.completions.create(
+        model="demo", messages=messages, stream=True, temperature=0, max_tokens=30
+    )
+    deltas = [chunk.choices[0].delta async for chunk in chunks]
     return "".join((delta.content or "") + (getattr(delta, "reasoning_content", None) or "") for delta in deltas)
 
 
 def test_sixteen_clients_get_exactly_what_each_gets_alone(babbling: Served):
-    async def together() -> list[str]:
-        return await asyncio.gather(*(streamed_text(babbling, number) for number in range(16)))
+    async def both_ways() -> tuple[list[str], list[str]]:
+        async with babbling.async_openai() as client:
+            together = await asyncio.gather(*(streamed_text(client, number) for number in range(16)))
+            return together, [await streamed_text(client, number) for number in range(16)]
 
-    answers = asyncio.run(together())
-    assert answers == [asyncio.run(streamed_text(babbling, number)) for number in range(16)]
-    assert len(set(answers)) == 16
+    together, alone = asyncio.run(both_ways())
+    assert together == alone
+    assert len(set(together)) == 16
 
 
 def test_a_seed_does_not_depend_on_neighbours(babbling: Served):

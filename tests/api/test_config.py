@@ -121,7 +121,7 @@ def test_a_variable_that_does_not_parse_is_named():
     ("settings", "name"),
     [({}, "demo"), ({"model": "/models/k3/"}, "k3"), ({"model": "/models/k3", "served_model_name": "kay"}, "kay")],
 )
-def test_the_served_name_is_the_given_one_or_the_folders(settings: dict[str, str], name: str):
+def test_the_served_name_is_the_given_one_or_the_folders(settings: dict[str, Any], name: str):
     assert ServeConfig(**settings).served_name == name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -189,13 +190,13 @@ def test_a_schema_nested_without_end_is_refused(served: Served):
     assert served.complete(max_tokens=1).status_code == 200
 
 
-def test_a_huge_body_is_refused_before_it_is_read(served: Served):
+def test_a_huge_body_is_refused(served: Served):
     body = b'{"model": "demo", "prompt": "' + b"a" * 600_000 + b'"}'
     assert "--max-body-mb" in assert_refused(served, served.post("/v1/completions", body), None, 413)["message"]
 
 
 def test_a_huge_body_of_undeclared_length_is_refused(served: Served):
-    response = served.http.post("/v1/completions", content=(b"a" * 65536 for _ in range(20)))
+    response = served.http.post("/v1/completions", content=(b"a" * 65536 for _ in range(20)))  # 1.25 MiB
     assert_refused(served, response, None, 413)
 
 
@@ -261,3 +262,10 @@ def test_a_request_beyond_the_whole_cache_is_refused():
 
 def test_an_error_body_is_plain_json(served: Served):
     json.loads(served.complete(temperature=-1).content, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_body_far_beyond_the_limit_is_refused_by_its_declared_length(served: Served):
+    address = served.http.base_url
+    with socket.create_connection((address.host, address.port or 80), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999999\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.text.stop_strings import StopStringMatcher
@@ -27,12 +27,14 @@ def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
+@settings(deadline=None)
 @given(LETTERS, STOPS)
 @example("abcabc", ["bc", "abca"])
 def test_character_by_character_gives_what_the_whole_text_gives(text: str, stops: list[str]):
     assert shown(list(text), stops) == reference(text, stops)
 
 
+@settings(deadline=None)
 @given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=5))
 def test_the_result_does_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], cuts: list[int]):
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
