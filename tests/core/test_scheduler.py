@@ -228,3 +228,20 @@ def test_freed_rows_are_released_in_the_next_plan():
     scheduler.abort("a")
     assert scheduler.num_running == scheduler.slots.num_used == 1
     assert _step(scheduler, executor).released == (0,)
+
+
+def test_releases_of_a_rejected_plan_come_with_the_next_one():
+    executor = FakeExecutor(limits())
+    scheduler = Scheduler(executor.limits)
+    for name in ("a", "b"):
+        scheduler.add(request(name, 5, 20), seed=0)
+    _step(scheduler, executor)
+    scheduler.abort("a")
+    scheduler.add(request("c", 5), seed=0)
+    rejected = scheduler.plan()
+    assert rejected is not None
+    assert rejected.released == (0,)
+    assert [delta.request_id for delta in scheduler.reject("no")] == ["b", "c"]
+    scheduler.add(request("d", 5), seed=0)
+    # a and b are still on the device, c never was; the executor checks both and that their rows are free again.
+    assert sorted(_step(scheduler, executor).released) == [0, 1]
