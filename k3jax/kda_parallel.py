@@ -1,0 +1,129 @@
+"""Chunked KDA in its token-parallel form, for training: whatever does not depend on the state, for all chunks at once.
+
+With G the running sum of log-decays inside a chunk and R its value in the middle of the chunk,
+
+    sum_k q_i e^(G_i - G_j) k_j = (q_i e^(G_i - R)) . (k_j e^(R - G_j))        for j <= i
+
+is one matrix product. Both exponents stay within +-80 for chunks of 32 and log-decays of at least -5, inside the range of
+float32 (and of TF32); products of a later key with an earlier query may overflow and are masked before anything uses them,
+in the gradient too. Only the short recurrence over chunk states is sequential. `kda.chunked` is the general form.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from k3jax.layers import HIGHEST
+
+CHUNK = 32
+LOWEST_LOG_DECAY = -5.0  # below it the exponents of a chunk of 32 leave the range of float32
+
+
+def chunked_parallel(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    log_decay: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    precision: lax.PrecisionLike = HIGHEST,
+) -> Float[Array, "B T H V"]:
+    """Outputs of whole sequences from empty state; `segment_ids` restart it. Differentiable; T need not divide by 32.
+
+    `precision` is that of the large products; the triangular inverse is always exact float32. Log-decays below -5 are not
+    checked and overflow.
+    """
+    length = q.shape[1]
+    padding = -length % CHUNK
+    segments = jnp.zeros(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    segments = jnp.pad(segments, ((0, 0), (0, padding)), mode="edge").reshape(q.shape[0], -1, CHUNK)  # [B, n, C]
+
+    def split(x):  # [B, T, H, ...] -> [B, n, H, C, ...]; zeros are inert
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), 3, 2)
+
+    out = _all_chunks(*map(split, (q, k, v, log_decay, beta)), segments, precision)
+    out = jnp.moveaxis(out, 2, 3)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length]
+
+
+def _all_chunks(q, k, v, log_decay, beta, segments, precision):
+    """[B, n, H, C, .] in and out."""
+    einsum = functools.partial(jnp.einsum, precision=precision)
+    q = q * q.shape[-1] ** -0.5
+    cumulative = jnp.cumsum(log_decay, axis=-2)
+    middle, last = cumulative[..., CHUNK // 2 - 1, None, :], cumulative[..., -1:, :]
+    shrunk_keys = k * jnp.exp(middle - cumulative)
+    grown = jnp.exp(cumulative - middle)
+    rows = jnp.arange(CHUNK)
+    same = (segments[..., :, None] == segments[..., None, :])[:, :, None]
+    scores_q = jnp.where(
+        same & (rows[:, None] >= rows), einsum("...ik,...jk->...ij", q * grown, shrunk_keys), 0
+    )
+    scores_k = jnp.where(same & (rows[:, None] > rows), einsum("...ik,...jk->...ij", k * grown, shrunk_keys), 0)
+
+    # The state that enters a chunk belongs to the segment of the token before it.
+    carried = jnp.concatenate([segments[:, :1, 0], segments[:, :-1, -1]], axis=1)[..., None]
+    from_state = jnp.where((segments == carried)[:, :, None, :, None], jnp.exp(cumulative), 0)
+    to_end = jnp.where((segments == segments[..., -1:])[:, :, None, :, None], jnp.exp(last - cumulative), 0)
+    kept = jnp.where((segments[..., -1:] == carried)[:, :, None, :, None], jnp.exp(last), 0)
+
+    inverse = unit_lower_inverse(beta[..., None] * scores_k)
+    values = einsum("...ij,...jv->...iv", inverse, beta[..., None] * v)
+    keys = einsum("...ij,...jk->...ik", inverse, beta[..., None] * from_state * k)
+
+    def step(state, chunk):
+        values_t, keys_t, kept_t, end_keys_t = chunk
+        pseudo = values_t - einsum("bhck,bhvk->bhcv", keys_t, state)
+        return state * kept_t + einsum("bhcv,bhck->bhvk", pseudo, end_keys_t), (state, pseudo)
+
+    batch, _, heads, _, width = q.shape
+    empty = jnp.zeros((batch, heads, v.shape[-1], width), q.dtype)
+    per_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in (values, keys, kept, k * to_end))
+    _, (states, pseudo) = lax.scan(step, empty, per_chunk)
+    out = einsum("bnhck,nbhvk->bnhcv", q * from_state, states)
+    return out + einsum("bnhij,nbhjv->bnhiv", scores_q, pseudo)
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
+    """(I + lower)^-1 for a strictly lower `lower`; C is a power of two.
+
+    Inverses of neighbouring diagonal blocks are joined, [[P, 0], [-Q L P, Q]], so that like forward substitution no power
+    of `lower` is ever formed: 64 identical keys keep float32 accuracy.
+    """
+    size = lower.shape[-1]
+    inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
+    width = 1
+    while width < size:
+        tiles = lower.reshape(*lower.shape[:-2], size // (2 * width), 2 * width, size // (2 * width), 2 * width)
+        own = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)[..., width:, :width]
+        top, bottom = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_matmul(_matmul(bottom, own), top)
+        upper = jnp.concatenate([top, jnp.zeros_like(top)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([corner, bottom], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :, :]
+
+
+def _matmul(a, b):
+    return jnp.einsum("...ij,...jk->...ik", a, b, precision=HIGHEST)
+
+
+def _inverse_forward(lower):
+    inverse = unit_lower_inverse(lower)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, gradient):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    return (jnp.tril(-_matmul(_matmul(transposed, gradient), transposed), -1),)
+
+
+unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,216 @@
+"""Training maths: state, optimiser, loss and the jitted run of several steps. No clock, no files: that is `k3jax.train`.
+
+The master weights are float32, one leaf per layer (gradients through slices of a stack are slow). Each step casts them to
+the compute dtype exactly as the export does, the routed experts through the MXFP4 grid first, so that what was trained is
+what is served. The router's selection bias has no gradient; after every step it moves against the load error's sign.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax import mxfp4
+from k3jax.config import K3Config
+from k3jax.layers import wide_dtype
+from k3jax.params import ParamSpec, Tree, abstract, flatten, init, map_tree
+from k3jax.train_forward import check_trainable, forward
+
+QUANTIZED = ("w13", "w2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """What one optimiser step does. The learning rate comes from outside, step by step."""
+
+    batch_rows: int = 32
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-10
+    clip_norm: float = 1.0
+    router_bias_rate: float = 1e-3
+    quantize_experts: bool = True
+    compute_dtype: str = "bfloat16"
+    remat: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_rows < 1:
+            raise ValueError(f"batch_rows={self.batch_rows} must be at least 1. Ask for a positive number of rows.")
+        for name in ("weight_decay", "router_bias_rate"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative. Use 0 to switch it off.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1), for example 0.9.")
+        for name in ("clip_norm", "epsilon"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
+        if self.compute_dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"compute_dtype={self.compute_dtype!r} is unknown. Use 'bfloat16' or 'float32'.")
+
+
+class Rows(NamedTuple):
+    """Packed rows on the device. `counts[r, t]` marks positions whose next token is trained on; segment 0 is padding."""
+
+    tokens: Int[Array, "R T"]
+    segments: Int[Array, "R T"]
+    counts: Bool[Array, "R T"]
+
+
+class TrainState(NamedTuple):
+    """Everything a step changes; `params` is the parameter tree with a tuple of layers for every stack."""
+
+    params: Tree
+    optimizer: Any
+    step: Int[Array, ""]
+
+
+class Metrics(NamedTuple):
+    """Of one step: mean loss and next-token accuracy over the trained tokens, gradient norm before clipping, the most
+    loaded expert relative to the mean over all layers, and the number of tokens that are not padding."""
+
+    loss: Float[Array, ""]
+    accuracy: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    max_load: Float[Array, ""]
+    tokens: Float[Array, ""]
+
+
+def unstack(tree: Tree) -> Tree:
+    """A tuple of layers for every stack (what lies in a group with a layer axis)."""
+    return _per_stack(tree, lambda stack: tuple(stack))
+
+
+def restack(tree: Tree) -> Tree:
+    """Undo `unstack`."""
+    return _per_stack(tree, jnp.stack)
+
+
+def _per_stack(tree: Tree, change) -> Tree:
+    return map_tree(lambda path, leaf: change(leaf) if len(path) > 1 and path[0] != "out_res" else leaf, tree)
+
+
+def initial_params(config: K3Config, seed: int) -> Tree:
+    """Random float32 stacks: linear weights with standard deviation fan_in^-1/2, so that every block starts at unit scale.
+
+    The embedding starts at one half, as large as the updates that the depth mixes weigh it against; those mixes start nearly
+    even, and the forget gates near their constants, which spread the memory over short and long ranges.
+    """
+    tree = abstract(config, "bf16")
+    specs = dict(flatten(tree))
+
+    def rescale(path: tuple[str, ...], value: Array) -> Array:
+        if specs[path].init != "normal":
+            return value
+        if path[-1].endswith("proj"):
+            return value * config.initializer_range
+        scale = value.shape[-1] ** -0.5
+        return value * {"embed": 0.5, "decay_b": 0.1 * scale}.get(path[-1], scale)
+
+    return map_tree(rescale, init(tree, jax.random.key(seed), jnp.float32, 1.0))
+
+
+def initial_state(config: K3Config, optimization: Optimization, seed: int) -> TrainState:
+    """Fresh state on the default device. Raises `ConfigError` where `train_forward` cannot train the model."""
+    check_trainable(config)
+    params = unstack(jax.jit(initial_params, static_argnums=(0, 1))(config, seed))
+    return TrainState(params, optimizer(config, optimization).init(params), jnp.zeros((), jnp.int32))
+
+
+def optimizer(config: K3Config, optimization: Optimization) -> optax.GradientTransformation:
+    """Clipped Adam with decoupled decay of matrices: not of norms, biases, gates' constants, convolutions, embedding."""
+    specs = abstract(config, "bf16")
+
+    def decays(path: tuple[str, ...], spec: ParamSpec) -> Any:
+        stacked = len(path) > 1 and path[0] != "out_res"
+        matrix = spec.kind == "weight" and len(spec.shape) - stacked >= 2 and path[-1] != "embed"
+        return (matrix,) * spec.shape[0] if stacked else matrix
+
+    return optax.chain(
+        optax.clip_by_global_norm(optimization.clip_norm),
+        optax.scale_by_adam(b1=optimization.beta1, b2=optimization.beta2, eps=optimization.epsilon),
+        optax.add_decayed_weights(optimization.weight_decay, mask=map_tree(decays, specs)),
+    )
+
+
+def compute_params(params: Tree, config: K3Config, optimization: Optimization) -> Tree:
+    """The weights that the forward pass sees: cast as on export, experts through the MXFP4 grid, embedding left wide."""
+    dtype = jnp.dtype(optimization.compute_dtype)
+    specs = dict(flatten(abstract(config, "bf16")))
+
+    def cast(path: tuple[str, ...], leaf: Any) -> Any:
+        def one(x):
+            if path[-1] in QUANTIZED and optimization.quantize_experts:
+                x = mxfp4.fake_quantize(x)
+            return x.astype(wide_dtype(dtype) if path[-1] == "embed" else specs[path].dtype(dtype))
+
+        return tuple(map(one, leaf)) if isinstance(leaf, tuple) else one(leaf)
+
+    return map_tree(cast, params)
+
+
+def loss(
+    params: Tree, rows: Rows, config: K3Config, optimization: Optimization
+) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Float[Array, "M E"]]]:
+    """Mean cross entropy over the counted tokens; also next-token accuracy and expert loads."""
+    tokens, segments = rows.tokens.astype(jnp.int32), rows.segments.astype(jnp.int32)
+    out = forward(compute_params(params, config, optimization), config, tokens, segments, remat=optimization.remat)
+    targets = jnp.roll(tokens, -1, axis=1)
+    weights = rows.counts.astype(out.logits.dtype)
+    total = jnp.maximum(jnp.sum(weights), 1)
+    entropy = optax.softmax_cross_entropy_with_integer_labels(out.logits, targets)
+    right = jnp.argmax(out.logits, axis=-1) == targets
+    return jnp.sum(entropy * weights) / total, (jnp.sum(right * weights) / total, out.loads)
+
+
+def train_step(
+    state: TrainState, rows: Rows, learning_rate: Float[Array, ""], config: K3Config, optimization: Optimization
+) -> tuple[TrainState, Metrics]:
+    """One optimiser step on one batch."""
+    gradient_of = jax.value_and_grad(functools.partial(loss, config=config, optimization=optimization), has_aux=True)
+    (value, (accuracy, loads)), gradients = gradient_of(state.params, rows)
+    updates, optimizer_state = optimizer(config, optimization).update(gradients, state.optimizer, state.params)
+    params = jax.tree.map(lambda p, u: p - learning_rate * u, state.params, updates)
+    mean = jnp.mean(loads, axis=-1, keepdims=True)
+    if loads.shape[0]:
+        change = optimization.router_bias_rate * jnp.sign(mean - loads)
+        biases = tuple(b + c for b, c in zip(params["moe"]["router_bias"], change, strict=True))
+        params = params | {"moe": params["moe"] | {"router_bias": biases}}
+    metrics = Metrics(
+        value,
+        accuracy,
+        jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients))),
+        jnp.max(loads / jnp.maximum(mean, 1), initial=0.0),
+        jnp.sum(rows.segments != 0).astype(jnp.float32),
+    )
+    return TrainState(params, optimizer_state, state.step + 1), metrics
+
+
+@functools.partial(jax.jit, static_argnames=("config", "optimization"), donate_argnames="state")
+def run_steps(
+    state: TrainState,
+    data: Rows,
+    indices: Int[Array, "N B"],
+    learning_rates: Float[Array, "N"],
+    *,
+    config: K3Config,
+    optimization: Optimization,
+) -> tuple[TrainState, Metrics]:
+    """As many steps as there are learning rates, in one dispatch; row indices select the batches from the data on the device.
+
+    `state` is donated.
+    """
+
+    def step(state, batch):
+        chosen, learning_rate = batch
+        rows = Rows(*(x[chosen] for x in data))
+        return train_step(state, rows, learning_rate, config, optimization)
+
+    return jax.lax.scan(step, state, (indices, learning_rates))
