@@ -1,4 +1,4 @@
-"""Tokenising the demo corpus, batches of it, and scoring replies."""
+"""Tokenising the demo corpus, packing it into rows, and scoring replies."""
 
 import dataclasses
 import json
@@ -15,12 +15,12 @@ from k3jax.chat.render import render_chat
 from k3jax.tokenizer import Tokenizer
 from k3jax.tokenizer_files import CONFIG_FILE
 from scripts.demo import pack
-from scripts.demo.batches import batches, fill_rows
 from scripts.demo.corpus import CorpusSize, build_corpus, write_corpus
 from scripts.demo.documents import Document, Mode, assistant, user
 from scripts.demo.pack import TokenFile, load_encoder, pack_documents, read_token_file, write_token_file
 from scripts.demo.questions import Question, is_right, score
 from scripts.demo.replies import ask_model, read_prompts, score_replies
+from scripts.demo.rows import fill_rows, pack_rows
 from scripts.demo.tokens import DocumentEncoder
 from scripts.make_demo_model import main
 from tests.scripts.demo_sources import write_sources
@@ -141,36 +141,43 @@ def test_a_token_file_too_large_to_travel_is_refused(
         write_token_file(file, tmp_path / "train.npz")
 
 
-def test_batches_keep_documents_apart_and_predict_only_inside_them(packed: TokenFile) -> None:
-    batch = next(batches(packed, rows=4, row_tokens=128, seed=0))
-    inside = (batch.segments[:, :-1] == batch.segments[:, 1:]) & (batch.segments[:, 1:] > 0)
-    np.testing.assert_array_equal(batch.targets[:, :-1][inside], batch.inputs[:, 1:][inside])
-    assert not batch.weights[:, :-1][~inside].any()
-    assert not batch.weights[batch.segments == 0].any()
-    assert batch.weights.any()
+def test_rows_keep_documents_apart_and_predict_only_inside_them(packed: TokenFile) -> None:
+    rows = pack_rows(packed, row_tokens=512, seed=0)
+    same_document = (rows.segments[:, :-1] == rows.segments[:, 1:]) & (rows.segments[:, 1:] > 0)
+    assert not rows.counts[:, :-1][~same_document].any()
+    assert not rows.counts[:, -1].any()
+    assert rows.segments.max() > 1
+    assert (rows.segments > 0).mean() > 0.9
 
 
-def test_an_epoch_shows_every_trained_token_once(packed: TokenFile) -> None:
-    row_tokens = int(np.diff(packed.starts).max())
-    stream = batches(packed, rows=1, row_tokens=row_tokens, seed=3)
-    shown = np.zeros(VOCABULARY, np.int64)
-    first_tokens = np.bincount(packed.tokens[packed.starts[:-1]][packed.loss[packed.starts[:-1]]], minlength=VOCABULARY)
-    expected = np.bincount(packed.tokens[packed.loss], minlength=VOCABULARY) - first_tokens
-    while shown.sum() < expected.sum():
-        batch = next(stream)
-        shown += np.bincount(batch.targets[batch.weights > 0], minlength=VOCABULARY)
-    np.testing.assert_array_equal(shown, expected)
+def test_rows_train_every_marked_token_once(packed: TokenFile) -> None:
+    """Except for what opens a document: nothing stands before it."""
+    rows = pack_rows(packed, row_tokens=int(np.diff(packed.starts).max()), seed=3)
+    trained = np.roll(rows.tokens, -1, axis=1)[rows.counts]
+    expected = packed.loss.copy()
+    expected[packed.starts[:-1]] = False
+    np.testing.assert_array_equal(np.sort(trained), np.sort(packed.tokens[expected]))
 
 
-def test_the_same_seed_gives_the_same_batches(packed: TokenFile) -> None:
-    one, same, other = (next(batches(packed, rows=8, row_tokens=256, seed=seed)) for seed in (5, 5, 6))
-    np.testing.assert_array_equal(one.inputs, same.inputs)
-    assert not np.array_equal(one.inputs, other.inputs)
+def test_rows_depend_on_the_seed_alone(packed: TokenFile) -> None:
+    one, same, other = (pack_rows(packed, row_tokens=256, seed=seed) for seed in (5, 5, 6))
+    np.testing.assert_array_equal(one.tokens, same.tokens)
+    assert one.tokens.shape != other.tokens.shape or not np.array_equal(one.tokens, other.tokens)
 
 
-def test_too_many_rows_for_the_file_are_an_error(packed: TokenFile) -> None:
-    with pytest.raises(ValueError, match="rows=100000 of row_tokens=512 need more"):
-        next(batches(packed, rows=100_000, row_tokens=512, seed=0))
+def test_documents_longer_than_a_row_are_cut(encoder: DocumentEncoder) -> None:
+    file = pack_documents(
+        [Document(source="statements", text="one two three four five six seven eight nine ten")], encoder
+    )
+    rows = pack_rows(file, row_tokens=4, seed=0)
+    kept = len(file.tokens) - (len(file.tokens) % 4 == 1)  # a lone last token predicts nothing
+    assert sorted(rows.tokens[rows.segments > 0]) == sorted(file.tokens[:kept])
+    assert rows.segments.max() == 1
+
+
+def test_rows_of_one_token_are_refused(packed: TokenFile) -> None:
+    with pytest.raises(ValueError, match="row_tokens=1 leaves nothing to predict"):
+        pack_rows(packed, row_tokens=1, seed=0)
 
 
 @given(st.lists(st.integers(1, 50), max_size=200), st.integers(1, 8))
