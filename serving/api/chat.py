@@ -72,12 +72,9 @@ def build_choices(
     params = sampling.sampling_params(body, limits, num_logprobs=num_logprobs)
     stops = sampling.stop_strings(body)
     stop_ids = sampling.stop_token_ids(body, backend.stop_token_ids, limits)
+    param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = sampling.completion_budget(
-        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        len(prompt),
-        limits,
-        param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
-        prompt_param="messages",
+        getattr(body, param), len(prompt), limits, param=param, prompt_param="messages"
     )
     choices = []
     for index in range(sampling.num_choices(body)):
@@ -89,7 +86,7 @@ def build_choices(
             stop_token_ids=stop_ids,
             cache_salt=body.cache_salt or "",
         )
-        sampling.check_fits(request, limits)
+        sampling.check_fits(request, limits, param=param, prompt_param="messages")
         choice = ChatChoice(
             tokenizer,
             ChatParser(tokenizer, thinking=thinking),

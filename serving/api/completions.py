@@ -81,7 +81,7 @@ def build_choices(
                 stop_token_ids=stop_ids,
                 cache_salt=body.cache_salt or "",
             )
-            sampling.check_fits(request, limits)
+            sampling.check_fits(request, limits, param="max_tokens", prompt_param="prompt")
             choice = CompletionChoice(
                 backend.tokenizer, stop_strings=stops, skip_special_tokens=body.skip_special_tokens
             )

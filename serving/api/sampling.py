@@ -132,11 +132,13 @@ def completion_budget(
     return requested
 
 
-def check_fits(request: GenerationRequest, limits: ExecutorLimits) -> None:
+def check_fits(request: GenerationRequest, limits: ExecutorLimits, *, param: str, prompt_param: str) -> None:
     """Refuse what the scheduler would refuse: above all a request that needs more pages than the pool has."""
     refusal = refuse(request, limits)
     if refusal is not None:
-        raise invalid(refusal.param, refusal.message)
+        # The scheduler knows the fields by one name, clients by the one they sent.
+        name = {"max_tokens": param, "prompt": prompt_param}.get(refusal.param, refusal.param)
+        raise invalid(name, refusal.message)
 
 
 def _number(

@@ -90,6 +90,7 @@ def test_a_value_out_of_range_is_refused_by_name(served: Served, endpoint: str, 
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 4090}, "max_completion_tokens"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
@@ -258,6 +259,17 @@ def test_a_request_beyond_the_whole_cache_is_refused():
         assert_refused(served, served.complete(prompt=[1] * 100, max_tokens=100), "max_tokens")
         answer = served.complete(prompt=[1] * 100, ignore_eos=True).json()
         assert answer["usage"]["completion_tokens"] == 29  # 128 positions; the last token needs none
+
+
+def test_a_conversation_beyond_the_whole_cache_is_refused_by_the_name_the_client_used():
+    with serve(limits=dataclasses.replace(LIMITS, num_pages=3)) as served:
+        assert_refused(served, served.chat(max_completion_tokens=100), "max_completion_tokens")
+
+
+def test_a_conversation_that_is_too_long_names_the_messages():
+    with serve(limits=dataclasses.replace(LIMITS, max_model_len=32)) as served:
+        error = assert_refused(served, served.chat(), "messages")
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_an_error_body_is_plain_json(served: Served):
