@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face model folder: where every tensor is, and its bytes on demand.
 
-Opening reads headers only and collects every fault instead of stopping at the first. Headers are parsed here rather than
-through `safetensors`, whose errors name neither the file nor how much of it is there. Nothing here knows the model.
+Opening reads headers only and collects every fault instead of stopping at the first. Headers are parsed here and not by
+`safetensors`, whose errors name neither the file nor how much of it is there. Nothing here knows the model.
 """
 
 from __future__ import annotations

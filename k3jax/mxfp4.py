@@ -28,7 +28,8 @@ def decode(
 def scale_values(scale: UInt8[Array, "*B"], dtype: jnp.dtype) -> Float[Array, "*B"]:
     """2^(byte - 127); byte 255 is NaN, byte 0 is 2^-127 and not zero."""
     if jnp.dtype(dtype) == jnp.float64:
-        value = jnp.exp2(scale.astype(jnp.float64) - 127)
+        # Bits again: XLA's exp2 is not exact in float64.
+        value = lax.bitcast_convert_type((scale.astype(jnp.uint64) + (1023 - 127)) << 52, jnp.float64)
     else:
         # An E8M0 byte is a float32 exponent field; byte 0 is the subnormal 2^-127.
         bits = jnp.where(scale == 0, jnp.uint32(1 << 22), scale.astype(jnp.uint32) << 23)
@@ -42,8 +43,8 @@ def _code_values(nibbles: UInt8[Array, "*B"], dtype: jnp.dtype) -> Float[Array, 
     exponent, mantissa = magnitude >> 1, magnitude & 1
     # Twice the value: 0 1 2 3 4 6 8 12.
     doubled = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))
-    signed = jnp.where(nibbles >= 8, -doubled, doubled)
-    return signed.astype(dtype) * jnp.asarray(0.5, dtype)
+    value = doubled.astype(dtype) * jnp.asarray(0.5, dtype)
+    return jnp.where(nibbles >= 8, -value, value)  # negated as a float: code 8 is -0
 
 
 def encode(weight: Float[Array, "*B I"]) -> tuple[UInt8[Array, "*B half"], UInt8[Array, "*B groups"]]:

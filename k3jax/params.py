@@ -8,6 +8,7 @@ the same tree. Linear weights are [out, in] as stored.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -120,6 +121,18 @@ def map_tree(fn: Callable[[tuple[str, ...], Any], Any], tree: Tree) -> Tree:
     return visit(tree, ())
 
 
+def is_stacked(spec: ParamSpec) -> bool:
+    """Whether the first axis counts layers."""
+    return spec.axes[:1] == ("layers",)
+
+
+def unstack(tree: Tree, abstract_tree: Tree) -> Tree:
+    """Stacks as tuples of per-layer arrays. XLA:CPU copies every static slice of a stack in every call, XLA:GPU none;
+    gradients through slices of a stack are slow everywhere. `tree` may hold arrays, specs or shardings of layers."""
+    by_path = dict(flatten(abstract_tree))
+    return map_tree(lambda path, leaf: tuple(leaf) if is_stacked(by_path[path]) else leaf, tree)
+
+
 def shapes(tree: Tree, dtype: Any) -> Tree:
     """`jax.ShapeDtypeStruct` for every spec, activations in `dtype`."""
     return map_tree(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype)), tree)
@@ -129,8 +142,7 @@ def init(tree: Tree, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.
     """Random parameters; each leaf's key depends on its path alone."""
 
     def leaf(path: tuple[str, ...], spec: ParamSpec) -> jax.Array:
-        seed = int.from_bytes(".".join(path).encode()[-7:], "little") & 0x7FFFFFFF
-        leaf_key = jax.random.fold_in(key, seed ^ len(path[0]))
+        leaf_key = jax.random.fold_in(key, zlib.crc32(".".join(path).encode()) & 0x7FFFFFFF)
         return _initial(spec, leaf_key, scale).astype(spec.dtype(dtype))
 
     return map_tree(leaf, tree)
