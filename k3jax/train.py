@@ -1,6 +1,7 @@
 """Train a Kimi K3 model on packed rows: for a number of steps, or for a time, ending annealed either way.
 
     params = train(config, rows, TrainConfig(steps=1000), checkpoints=folder)
+    write_checkpoint(pack_experts(params), config, model_folder)      # k3jax.checkpoint_writer
 
 All rows are put on the device once; a dispatch runs several steps on rows drawn there by index, a new order every epoch.
 Orbax checkpoints make a run resumable: killed at any point and started again it continues from the last one, and with
@@ -209,6 +210,12 @@ def _report(metrics: Metrics, pace: Pace, step: int, rate: float, seconds: float
         tokens_per_second=per_step / pace.step_seconds if pace.step_seconds else 0.0,
         remaining_seconds=pace.remaining_seconds(step),
     )
+
+
+def newest_step(checkpoints: str | pathlib.Path) -> int:
+    """The step a run with this folder would continue from; 0 where there is no checkpoint."""
+    folder = pathlib.Path(checkpoints)
+    return max(ocp.utils.checkpoint_steps(folder.resolve()), default=0) if folder.is_dir() else 0
 
 
 class Checkpoints:

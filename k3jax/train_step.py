@@ -133,9 +133,10 @@ def optimizer(config: K3Config, optimization: Optimization) -> optax.GradientTra
         matrix = spec.kind == "weight" and len(spec.shape) - stacked >= 2 and path[-1] != "embed"
         return (matrix,) * spec.shape[0] if stacked else matrix
 
+    adam = optax.scale_by_adam(b1=optimization.beta1, b2=optimization.beta2, eps=optimization.epsilon)
     return optax.chain(
-        optax.clip_by_global_norm(optimization.clip_norm),
-        optax.scale_by_adam(b1=optimization.beta1, b2=optimization.beta2, eps=optimization.epsilon),
+        # As one vector: hundreds of small leaves would cost a kernel and much compile time each.
+        optax.flatten(optax.chain(optax.clip_by_global_norm(optimization.clip_norm), adam)),
         optax.add_decayed_weights(optimization.weight_decay, mask=map_tree(decays, specs)),
     )
 
