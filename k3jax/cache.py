@@ -49,6 +49,7 @@ class Rows(NamedTuple):
 
     slot: jax.Array  # [rows] int32
     length: jax.Array  # [rows] int32, tokens in the cache
+    prompt_length: jax.Array  # [rows] int32; tokens from here on were generated, also when they are prefilled again
     last_token: jax.Array  # [rows] int32, sampled and not yet in the cache
     page_table: jax.Array  # [rows, pages_per_row] int32
     seed: jax.Array  # [rows, 2] uint32
@@ -87,6 +88,7 @@ def row_shapes(config: K3Config, shape: CacheShape) -> Rows:
     return Rows(
         slot=array(i32),
         length=array(i32),
+        prompt_length=array(i32),
         last_token=array(i32),
         page_table=array(i32, shape.pages_per_row),
         seed=array(jnp.uint32, 2),

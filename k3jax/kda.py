@@ -128,7 +128,7 @@ def chunk_state(
 
     With rows from some offset on made inert this is the state at that offset, to the bit that of a run ending there.
     """
-    cumulative = jnp.cumsum(log_decay, axis=-2)
+    cumulative = running_sum(log_decay)
     last = cumulative[..., -1:, :]
     weighted = k * jnp.exp(jnp.minimum(last - cumulative, 0))
     kept = jnp.exp(last)
@@ -139,6 +139,12 @@ def chunk_state(
     return state * kept + _einsum("...cv,...ck->...vk", pseudo, weighted)
 
 
+def running_sum(x: Float[Array, "*B C K"]) -> Float[Array, "*B C K"]:
+    """Inclusive sum along the chunk as one triangular product: trailing zeros change no bit of what stands before them."""
+    length = x.shape[-2]
+    return _einsum("ij,...jk->...ik", jnp.tril(jnp.ones((length, length), x.dtype)), x)
+
+
 def _decayed_scores(q, k, log_decay):
     """sum_k q_i e^(G_i - G_j) k_j for j <= i (other entries are meaningless), the same for k, and G.
 
@@ -146,7 +152,7 @@ def _decayed_scores(q, k, log_decay):
     <= 0; on the diagonal the exponent of the difference is taken directly.
     """
     *lead, length, width = q.shape
-    cumulative = jnp.cumsum(log_decay, axis=-2)
+    cumulative = running_sum(log_decay)
     sub = SUB_BLOCK if length % SUB_BLOCK == 0 else length
     blocks = length // sub
     split = (*lead, blocks, sub, width)

@@ -89,11 +89,13 @@ def dispatch(experts: Int[Array, "T k"], num_experts: int, tile: int) -> Dispatc
     """Sort (stably) by expert. Ids outside [0, num_experts) get no rows: padding, or another rank's experts."""
     flat = experts.reshape(-1)
     flat = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    order = jnp.argsort(flat, stable=True)
-    counts = jnp.zeros(num_experts + 1, jnp.int32).at[flat].add(1)[:num_experts]
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
-    return Dispatch(order, place, starts, jnp.cumsum((counts + tile - 1) // tile))
+    positions = jnp.arange(flat.shape[0], dtype=jnp.int32)
+    in_order, order = lax.sort((flat, positions), is_stable=True, num_keys=1)
+    starts = jnp.sum(in_order[None, :] < jnp.arange(num_experts + 1)[:, None], axis=1, dtype=jnp.int32)
+    place = jnp.zeros_like(order).at[order].set(positions, unique_indices=True)
+    num_tiles = (jnp.diff(starts) + tile - 1) // tile
+    up_to = jnp.arange(num_experts)[None, :] <= jnp.arange(num_experts)[:, None]
+    return Dispatch(order, place, starts, jnp.sum(jnp.where(up_to, num_tiles[None, :], 0), axis=1))
 
 
 def _tile_rows(plan: Dispatch, index, tile: int):
@@ -165,7 +167,7 @@ def routed_experts_batched(
     # Sorted position -> row of the tile grid.
     flat = jnp.zeros(tokens * k, jnp.int32)
     flat = flat.at[jnp.where(live, position, tokens * k)].set(
-        jnp.arange(num_tiles * tile).reshape(num_tiles, tile), mode="drop"
+        jnp.arange(num_tiles * tile, dtype=jnp.int32).reshape(num_tiles, tile), mode="drop"
     )
     masked = Routing(routing.experts, jnp.where(plan.place.reshape(tokens, k) < plan.starts[-1], routing.weights, 0))
     return combine(out.reshape(-1, z.shape[-1]), masked, flat[plan.place])

@@ -32,11 +32,31 @@ class StepProgram:
     mesh: Mesh
     parallel: Parallel
     ops: Ops = Ops()
+    unstacked: bool = False  # parameters as per-layer arrays, which XLA:CPU needs to use them in place
+
+    def param_specs(self) -> Any:
+        """PartitionSpecs in the form the step takes parameters in."""
+        specs = rules.param_specs(self.tree, self.parallel)
+        if not self.unstacked:
+            return specs
+        return params.map_tree(
+            lambda path, spec: (
+                (PartitionSpec(*spec[1:]),) * self._spec(path).shape[0] if params.is_stacked(self._spec(path)) else spec
+            ),
+            specs,
+        )
+
+    def _spec(self, path: tuple[str, ...]) -> params.ParamSpec:
+        return functools.reduce(lambda node, name: node[name], path, self.tree)
+
+    def prepare(self, tree: Any) -> Any:
+        """Loaded (stacked) parameters in the form the step takes; consumes them."""
+        return params.unstack(tree, self.tree) if self.unstacked else tree
 
     def function(self, shape: StepShape):
         """The step as a jitted function of (params, pools, rows, packed, extras); pools and rows are donated."""
         in_specs = (
-            rules.param_specs(self.tree, self.parallel),
+            self.param_specs(),
             cache.pool_specs(self.parallel),
             cache.row_specs(self.parallel),
             REPLICATED,
@@ -61,11 +81,24 @@ class StepProgram:
             jax.ShapeDtypeStruct((shape.rows, vocab_words), jnp.uint32),
         )
         return (
-            self._placed(params.shapes(self.tree, self.dtype), rules.param_specs(self.tree, self.parallel)),
+            self._placed(self._param_shapes(), self.param_specs()),
             self._placed(cache.pool_shapes(self.config, self.cache_shape, self.dtype), cache.pool_specs(self.parallel)),
             self._placed(cache.row_shapes(self.config, self.cache_shape), cache.row_specs(self.parallel)),
             self._placed(packed, REPLICATED),
             self._placed(extras, StepExtras(REPLICATED, REPLICATED, REPLICATED)),
+        )
+
+    def _param_shapes(self) -> Any:
+        shapes = params.shapes(self.tree, self.dtype)
+        if not self.unstacked:
+            return shapes
+        return params.map_tree(
+            lambda path, leaf: (
+                (jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),) * leaf.shape[0]
+                if params.is_stacked(self._spec(path))
+                else leaf
+            ),
+            shapes,
         )
 
     def _placed(self, shapes, specs):

@@ -74,6 +74,7 @@ def admit(rows: Rows, inputs: StepInputs, extras: StepExtras) -> Rows:
     return rows._replace(
         slot=rows.slot.at[at].set(inputs.admit_slots),
         length=rows.length.at[at].set(0),
+        prompt_length=rows.prompt_length.at[at].set(inputs.admit_prompt_length),
         page_table=rows.page_table.at[at].set(0).at[inputs.page_rows, inputs.page_index].set(inputs.page_ids),
         seed=rows.seed.at[at].set(lax.bitcast_convert_type(inputs.admit_seeds, jnp.uint32)),
         top_k=rows.top_k.at[at].set(inputs.admit_top_k),
@@ -92,20 +93,31 @@ def lane_tokens(rows: Rows, inputs: StepInputs, shape: StepShape) -> jax.Array:
 
 
 def count_prompt(rows: Rows, inputs: StepInputs, where: Geometry, shape: StepShape, parallel: Parallel) -> Rows:
-    """Mark the chunks' tokens as seen, for the repetition penalty."""
+    """Take the chunks' tokens into the counts: prompt tokens as seen, generated ones (of a resumed request) as output."""
     if not shape.prefill_tokens:
         return rows
     span = slice(shape.rows, shape.rows + shape.prefill_tokens)
-    size = rows.counts.shape[1]
+    row, size = where.token_row[span], rows.counts.shape[1]
     local = inputs.tokens - parallel.index() * size
     inside = where.token_live[span] & (local >= 0) & (local < size)
-    at = (where.token_row[span], jnp.where(inside, local, size))
-    marked = rows.counts.at[at].get(mode="fill", fill_value=0) | jnp.uint16(PROMPT_BIT)
-    return rows._replace(counts=rows.counts.at[at].set(marked, mode="drop"))
+    is_prompt = where.token_position[span] < rows.prompt_length[row]
+    prompt_at, output_at = jnp.where(inside & is_prompt, local, size), jnp.where(inside & ~is_prompt, local, size)
+    marked = rows.counts.at[row, prompt_at].get(mode="fill", fill_value=0) | jnp.uint16(PROMPT_BIT)
+    counts = rows.counts.at[row, prompt_at].set(marked, mode="drop")
+    return rows._replace(counts=counts.at[row, output_at].add(jnp.uint16(1), mode="drop"))
 
 
 def run_layers(
-    params, pools: Pools, rows: Rows, inputs: StepInputs, where: Geometry, token_ids, config: K3Config, shape, ops: Ops, parallel
+    params,
+    pools: Pools,
+    rows: Rows,
+    inputs: StepInputs,
+    where: Geometry,
+    token_ids,
+    config: K3Config,
+    shape,
+    ops: Ops,
+    parallel,
 ):
     """All layers over the packed batch. Returns the normed hidden rows of the lanes [R, D] and the pools."""
     page = rows.page_table[where.token_row, where.token_position // PAGE_SIZE]
@@ -119,7 +131,10 @@ def run_layers(
     x = model.embed(params, token_ids, parallel)
     bank: list[jax.Array] = []
     projected = _tiled(
-        shape, where.end, lambda x_t: _project(params, config, 0, model.attention_input(params, config, 0, [], x_t)), (x,)
+        shape,
+        where.end,
+        lambda x_t: _project(params, config, 0, model.attention_input(params, config, 0, [], x_t)),
+        (x,),
     )
     for layer in range(config.num_hidden_layers):
         with jax.named_scope(f"layer{layer}/mixer"):

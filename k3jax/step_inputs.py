@@ -64,10 +64,13 @@ class StepInputs(NamedTuple):
     page_ids: np.ndarray | jax.Array  # [M]
     admit_rows: np.ndarray | jax.Array  # [R]
     admit_slots: np.ndarray | jax.Array  # [R]
+    admit_prompt_length: np.ndarray | jax.Array  # [R]
     admit_seeds: np.ndarray | jax.Array  # [R, 2], bits of uint32
     admit_top_k: np.ndarray | jax.Array  # [R]
     admit_logprobs: np.ndarray | jax.Array  # [R]
-    admit_floats: np.ndarray | jax.Array  # [R, 6], bits of float32: temperature top_p min_p presence frequency repetition
+    admit_floats: (
+        np.ndarray | jax.Array
+    )  # [R, 6], bits of float32: temperature top_p min_p presence frequency repetition
 
 
 @functools.cache
@@ -87,6 +90,7 @@ def layout(shape: StepShape) -> StepInputs:
         page_ids=pages,
         admit_rows=rows,
         admit_slots=rows,
+        admit_prompt_length=rows,
         admit_seeds=(*rows, 2),
         admit_top_k=rows,
         admit_logprobs=rows,

@@ -68,7 +68,7 @@ class ServeConfig:
         None, "scheduling", "requests that run at once; unset: 256 on a GPU, 32 on a CPU", metavar="N"
     )
     max_step_tokens: int | None = setting(
-        None, "scheduling", "tokens of one step; unset: 8192 on a GPU, 2048 on a CPU", metavar="TOKENS"
+        None, "scheduling", "tokens of one step; unset: 8192 on a GPU, 512 on a CPU", metavar="TOKENS"
     )
     num_pages: int | None = setting(
         None, "memory", "KV cache pages of 64 tokens; unset: what fits --memory-fraction", metavar="N"

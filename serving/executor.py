@@ -1,0 +1,220 @@
+"""The device executor: compiles every program before it is ready, then runs planned steps. Owns all device state."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from k3jax.pallas.dispatch import Choice
+from k3jax.programs import REPLICATED, StepProgram
+from k3jax.step import StepExtras, StepOutputs
+from k3jax.step_inputs import StepShape, pack
+from serving import executor_plan
+from serving.core.seam import DeviceFailure, StepRejected
+from serving.core.types import ExecutorLimits, RowResult, StepPlan, StepResult, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileReport:
+    """What start-up compiled."""
+
+    num_programs: int
+    num_compiled: int
+    num_loaded: int
+    seconds: float
+
+
+class CompileWatch:
+    """Counts backend compilations and cache hits through JAX's own events."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self.num_loaded = 0
+        jax.monitoring.register_event_listener(self._on_event)
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+
+    def _on_event(self, event: str, **_: Any) -> None:
+        self.num_loaded += event == "/jax/compilation_cache/cache_hits"
+
+    def _on_duration(self, event: str, _seconds: float, **_: Any) -> None:
+        self.num_compiled += event == "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    plan: StepPlan
+    outputs: StepOutputs
+
+
+class DeviceExecutor:
+    """Implements `serving.core.seam.Executor` on the devices of a mesh."""
+
+    def __init__(
+        self,
+        program: StepProgram,
+        params: Any,
+        limits: ExecutorLimits,
+        *,
+        kernels: tuple[Choice, ...] = (),
+        progress: Progress | None = None,
+    ) -> None:
+        """Compile every bucket and allocate the pools. `params` are the loaded stacks; they are consumed."""
+        self.limits = limits
+        self._program = program
+        self._kernels = kernels
+        self._params = program.prepare(params)
+        self._replicated = NamedSharding(program.mesh, REPLICATED)
+        self._watch = CompileWatch()
+        self._shapes = executor_plan.buckets(limits.num_rows, limits.max_step_tokens)
+        self._compiled, self.compile_report = self._compile_all(progress)
+        self._neutral = {
+            rows: program.neutral_extras(StepShape(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
+        }
+        self._pools, self._rows = program.fresh_state()
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._num_logprobs: dict[int, int | None] = {}
+        self._warm_up()
+        self._compiled_at_ready = self._watch.num_compiled
+
+    @property
+    def _row_buckets(self) -> list[int]:
+        return sorted({shape.rows for shape in self._shapes})
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Compilations since start-up; anything but 0 is a bug."""
+        return self._watch.num_compiled - self._compiled_at_ready
+
+    def submit(self, plan: StepPlan) -> None:
+        """Dispatch `plan`. Raises `StepRejected` before dispatch, `DeviceFailure` after."""
+        shape = executor_plan.choose_bucket(plan, self._shapes)
+        inputs = executor_plan.fill(plan, shape, self._program.cache_shape)
+        extras = self._extras(plan, shape)
+        try:
+            packed = jax.device_put(pack(inputs), self._replicated)
+        except jax.errors.JaxRuntimeError as error:
+            raise StepRejected(f"the step's inputs could not be uploaded: {error}") from error
+        for admission in plan.admitted:
+            self._num_logprobs[admission.row] = admission.sampling.logprobs
+        try:
+            outputs = self._dispatch(shape, packed, extras)
+        except jax.errors.JaxRuntimeError as error:
+            raise DeviceFailure(f"step {plan.step} failed: {error}") from error
+        self._in_flight.append(_InFlight(plan, outputs))
+
+    def _dispatch(self, shape: StepShape, packed: jax.Array, extras: StepExtras) -> StepOutputs:
+        self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
+        return outputs
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted step. Raises `DeviceFailure`."""
+        step = self._in_flight.popleft()
+        try:
+            outputs = StepOutputs(*(np.asarray(x) for x in jax.device_get(step.outputs)))
+        except jax.errors.JaxRuntimeError as error:
+            raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
+        return self._result(step.plan, outputs)
+
+    def reset(self) -> None:
+        """Rebuild empty pools and rows; anything in flight is forgotten."""
+        self._in_flight.clear()
+        self._num_logprobs.clear()
+        self._pools, self._rows = self._program.fresh_state()
+
+    def info(self) -> dict[str, object]:
+        """Device, dtype, mesh, programs, kernels."""
+        device = self._program.mesh.devices.flat[0]
+        report = self.compile_report
+        return {
+            "device": device.device_kind,
+            "platform": device.platform,
+            "num_devices": self._program.mesh.size,
+            "dtype": jax.numpy.dtype(self._program.dtype).name,
+            "shard_latents": self._program.parallel.shard_latents,
+            "whole_experts": self._program.parallel.whole_experts,
+            "programs": [f"rows {s.rows} x prefill {s.prefill_tokens}" for s in self._shapes],
+            "programs_compiled": report.num_compiled,
+            "programs_loaded": report.num_loaded,
+            "compile_seconds": round(report.seconds, 1),
+            "compiles_after_ready": self.compiles_after_ready,
+            "kernels": {choice.op: f"{choice.backend}: {choice.reason}" for choice in self._kernels},
+        }
+
+    def close(self) -> None:
+        """Drop all device memory."""
+        self._in_flight.clear()
+        for array in jax.tree.leaves((self._pools, self._rows, self._params, self._neutral)):
+            array.delete()
+
+    def _compile_all(self, progress: Progress | None) -> tuple[dict[StepShape, Any], CompileReport]:
+        """Compile or load all buckets, two at a time: XLA compiles one program mostly on one core."""
+        started = time.monotonic()
+        before = (self._watch.num_compiled, self._watch.num_loaded)
+        compiled: dict[StepShape, Any] = {}
+        with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+            futures = {pool.submit(self._program.compile, shape): shape for shape in reversed(self._shapes)}
+            for future in concurrent.futures.as_completed(futures):
+                compiled[futures[future]] = future.result()
+                if progress:
+                    progress(f"compiled {len(compiled)} of {len(self._shapes)} programs")
+        loaded = self._watch.num_loaded - before[1]
+        report = CompileReport(
+            num_programs=len(compiled),
+            num_compiled=len(compiled) - loaded,
+            num_loaded=loaded,
+            seconds=time.monotonic() - started,
+        )
+        logger.info(
+            "%d programs ready in %.1f s: %d compiled, %d from the cache",
+            report.num_programs,
+            report.seconds,
+            report.num_compiled,
+            report.num_loaded,
+        )
+        return compiled, report
+
+    def _warm_up(self) -> None:
+        """Run every program once on nothing: first calls allocate, load modules and build graphs."""
+        for step, shape in enumerate(self._shapes):
+            inputs = executor_plan.fill(StepPlan(step=step), shape, self._program.cache_shape)
+            packed = jax.device_put(pack(inputs), self._replicated)
+            jax.block_until_ready(self._dispatch(shape, packed, self._neutral[shape.rows]))
+
+    def _extras(self, plan: StepPlan, shape: StepShape) -> StepExtras:
+        extras = self._neutral[shape.rows]
+        bias = executor_plan.bias_arrays(plan, shape)
+        if bias is not None:
+            ids, values = jax.device_put(bias, self._replicated)
+            extras = extras._replace(bias_ids=ids, bias_values=values)
+        mask = executor_plan.mask_array(plan, shape, self.limits.vocab_size)
+        if mask is not None:
+            extras = extras._replace(allowed=jax.device_put(mask, self._replicated))
+        return extras
+
+    def _result(self, plan: StepPlan, outputs: StepOutputs) -> StepResult:
+        sampled = [(lane, row) for lane, row in enumerate(plan.decode_rows)]
+        first_chunk = len(plan.decode_rows)
+        sampled += [(first_chunk + i, chunk.row) for i, chunk in enumerate(plan.chunks) if chunk.is_last]
+        return StepResult(step=plan.step, rows=tuple(self._row_result(lane, row, outputs) for lane, row in sampled))
+
+    def _row_result(self, lane: int, row: int, outputs: StepOutputs) -> RowResult:
+        if outputs.is_nan[lane]:
+            return RowResult(row=row, token_ids=(), is_nan=True)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        count = self._num_logprobs.get(row)
+        if count is not None:
+            top = zip(outputs.top_ids[lane, :count].tolist(), outputs.top_logprobs[lane, :count].tolist(), strict=True)
+            logprobs = (TokenLogprobs(chosen=float(outputs.logprob[lane]), top=tuple(top)),)
+        return RowResult(row=row, token_ids=(int(outputs.token[lane]),), logprobs=logprobs)

@@ -1,0 +1,124 @@
+"""From a `StepPlan` to the arrays of one compiled bucket: bucket choice, checks against the pools, filling.
+
+Every id is checked here, on the host, because JAX would clip a bad one in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from k3jax.cache import MAX_LOGIT_BIAS, CacheShape
+from k3jax.step_inputs import StepInputs, StepShape, neutral
+from serving.core.seam import StepRejected
+from serving.core.types import RowAdmission, StepPlan
+
+ROW_BUCKETS = (8, 32, 128)
+PREFILL_BUCKETS = (0, 512, 2048)
+
+
+def buckets(max_rows: int, max_prefill: int) -> tuple[StepShape, ...]:
+    """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact."""
+    rows = [r for r in ROW_BUCKETS if r < max_rows] + [max_rows]
+    prefill = [p for p in PREFILL_BUCKETS if p < max_prefill] + [max_prefill]
+    return tuple(StepShape(rows=r, prefill_tokens=p) for p in prefill for r in rows)
+
+
+def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
+    """The smallest bucket that holds the plan. Raises `StepRejected` when none does."""
+    lanes = len(plan.decode_rows) + len(plan.chunks)
+    prefill = sum(len(chunk.token_ids) for chunk in plan.chunks)
+    fitting = [
+        shape
+        for shape in shapes
+        if shape.rows >= max(lanes, len(plan.admitted))
+        and shape.prefill_tokens >= prefill
+        and shape.max_pages >= len(plan.pages)
+    ]
+    if not fitting:
+        raise StepRejected(f"no program holds {lanes} rows, {prefill} prefill tokens and {len(plan.pages)} new pages")
+    return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows))
+
+
+def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
+    """The plan as arrays of `shape`. Raises `StepRejected` for ids outside the pools."""
+    inputs = neutral(shape, cache.null_row)
+    lanes = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+    _check_ids("row", lanes, 0, cache.num_rows)
+    inputs.num_decode[...] = len(plan.decode_rows)
+    inputs.num_chunks[...] = len(plan.chunks)
+    inputs.lane_rows[: len(lanes)] = lanes
+    position = 0
+    for i, chunk in enumerate(plan.chunks):
+        inputs.chunk_starts[i] = chunk.start
+        inputs.chunk_is_last[i] = chunk.is_last
+        inputs.tokens[position : position + len(chunk.token_ids)] = chunk.token_ids
+        position += len(chunk.token_ids)
+        inputs.cu_seqlens[i + 1 :] = position
+    if plan.pages:
+        rows, index, pages = zip(*((p.row, p.index, p.page) for p in plan.pages), strict=True)
+        _check_ids("row", rows, 0, cache.num_rows)
+        _check_ids("page table entry", index, 0, cache.pages_per_row)
+        _check_ids("page", pages, 1, cache.num_pages)
+        count = len(pages)
+        inputs.page_rows[:count], inputs.page_index[:count], inputs.page_ids[:count] = rows, index, pages
+    for i, admission in enumerate(plan.admitted):
+        _admit(inputs, i, admission, cache)
+    return inputs
+
+
+def _admit(inputs: StepInputs, i: int, admission: RowAdmission, cache: CacheShape) -> None:
+    _check_ids("row", (admission.row,), 0, cache.num_rows)
+    _check_ids("slot", (admission.slot,), 1, cache.num_slots)
+    sampling = admission.sampling
+    known = admission.num_prompt_tokens
+    inputs.admit_rows[i] = admission.row
+    inputs.admit_slots[i] = admission.slot
+    inputs.admit_prompt_length[i] = np.iinfo(np.int32).max if known is None else known
+    inputs.admit_seeds[i] = np.array([admission.seed & 0xFFFFFFFF, admission.seed >> 32], np.uint32).view(np.int32)
+    inputs.admit_top_k[i] = sampling.top_k
+    inputs.admit_logprobs[i] = -1 if sampling.logprobs is None else sampling.logprobs
+    floats = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+    )
+    inputs.admit_floats[i] = np.array(floats, np.float32).view(np.int32)
+
+
+def bias_arrays(plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, np.ndarray] | None:
+    """Bias lists of the admitted rows, or None when no request has one."""
+    if not any(admission.sampling.logit_bias for admission in plan.admitted):
+        return None
+    ids = np.full((shape.rows, MAX_LOGIT_BIAS), -1, np.int32)
+    values = np.zeros((shape.rows, MAX_LOGIT_BIAS), np.float32)
+    for i, admission in enumerate(plan.admitted):
+        bias = admission.sampling.logit_bias
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise StepRejected(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} fit")
+        for j, (token, value) in enumerate(bias):
+            ids[i, j], values[i, j] = token, value
+    return ids, values
+
+
+def mask_array(plan: StepPlan, shape: StepShape, vocab_size: int) -> np.ndarray | None:
+    """Allowed sets by lane, or None when no row has one."""
+    if not plan.token_masks:
+        return None
+    words = -(-vocab_size // 32)
+    mask = np.full((shape.rows, words), 0xFFFFFFFF, np.uint32)
+    lanes = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+    for token_mask in plan.token_masks:
+        bits = np.frombuffer(token_mask.bits.ljust(words * 4, b"\0"), "<u4")
+        mask[lanes.index(token_mask.row)] = bits[:words]
+    return mask
+
+
+def _check_ids(kind: str, ids: Sequence[int], low: int, high: int) -> None:
+    bad = [i for i in ids if not low <= i < high]
+    if bad:
+        raise StepRejected(f"{kind} {bad[0]} is outside {low}..{high - 1}")

@@ -1,0 +1,88 @@
+"""How device memory is split: KDA slots for every running request first, the rest MLA pages; limits that follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from k3jax import cache
+from k3jax.cache import PAGE_SIZE, CacheShape
+from k3jax.config import K3Config
+from k3jax.mla_serving import BLOCK_PAGES
+from k3jax.sharding.collectives import Parallel
+from serving.config import ConfigError, ServeConfig
+
+CPU_POOL_BYTES = 2**30  # pages on a CPU unless pinned: enough to try things, small enough for a laptop
+WORKSPACE_SHARE = 0.08  # of a GPU's budget, for the programs' temporary memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Effective limits of a server."""
+
+    cache_shape: CacheShape
+    max_step_tokens: int
+    max_model_len: int
+    page_size: int = PAGE_SIZE
+
+    def describe(self) -> str:
+        """One line for the log: pools in tokens and requests."""
+        tokens = (self.cache_shape.num_pages - 1) * self.page_size
+        return (
+            f"pools: {self.cache_shape.num_pages - 1} pages = {tokens} tokens, {self.cache_shape.num_slots - 1} slots; "
+            f"{self.cache_shape.num_rows} requests at once, {self.max_model_len} tokens each at most, "
+            f"{self.max_step_tokens} tokens a step"
+        )
+
+
+def plan_sizes(
+    config: ServeConfig, model_config: K3Config, dtype: Any, parallel: Parallel, device: Any, weights: Any
+) -> Sizes:
+    """Fill in what the settings leave open. Raises `ConfigError` when one request of full length does not fit."""
+    on_gpu = device.platform == "gpu"
+    rows = config.max_num_seqs or (256 if on_gpu else 32)
+    step_tokens = config.max_step_tokens or (8192 if on_gpu else 512)
+    if step_tokens < PAGE_SIZE:
+        raise ConfigError(f"--max-step-tokens={step_tokens} is below the chunk grid. Use at least {PAGE_SIZE}.")
+    slots = config.num_slots or rows + 1
+    page_bytes, slot_bytes = cache.pool_bytes(model_config, dtype)
+    longest = min(config.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings)
+    if config.max_model_len and config.max_model_len > model_config.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len={config.max_model_len} exceeds the model's limit. "
+            f"Use at most {model_config.max_position_embeddings}."
+        )
+    pages = config.num_pages or _pages_that_fit(config, device, slots * slot_bytes // parallel.degree, page_bytes)
+    pages = min(pages, rows * _pages_per_row(longest) + 1) if config.num_pages is None else pages
+    fits = (pages - 1) * PAGE_SIZE
+    if fits < PAGE_SIZE or (config.max_model_len and fits < longest):
+        raise ConfigError(
+            f"not enough memory for one request: {longest} tokens need {_pages_per_row(longest)} pages of "
+            f"{page_bytes} bytes, {max(pages - 1, 0)} fit. "
+            "Lower --max-model-len or --max-num-seqs, or raise --num-pages."
+        )
+    longest = min(longest, fits)
+    return Sizes(
+        cache_shape=CacheShape(num_rows=rows, num_pages=pages, num_slots=slots, pages_per_row=_table_width(longest)),
+        max_step_tokens=step_tokens,
+        max_model_len=longest,
+    )
+
+
+def _pages_per_row(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+def _table_width(tokens: int) -> int:
+    """Page table entries a row needs, in whole blocks of the attention loop."""
+    return -(-_pages_per_row(tokens) // BLOCK_PAGES) * BLOCK_PAGES
+
+
+def _pages_that_fit(config: ServeConfig, device: Any, slot_bytes: int, page_bytes: int) -> int:
+    stats = device.memory_stats() if device.platform == "gpu" else None
+    if not stats:
+        if config.memory_fraction is not None:
+            raise ConfigError("--memory-fraction works on a GPU only. On a CPU pin the pool with --num-pages.")
+        return CPU_POOL_BYTES // page_bytes
+    free = stats["bytes_limit"] * (1 - WORKSPACE_SHARE) - stats["bytes_in_use"] - slot_bytes
+    return int(free // page_bytes)
