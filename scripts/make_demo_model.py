@@ -1,6 +1,7 @@
 """Make the demo model, one step a subcommand.
 
-`corpus` builds the text, `pack` the vocabulary and the token file, `eval` scores a trained model's replies.
+`corpus` builds the text, `pack` the vocabulary and the token file, `train` the weights (on a GPU), `export` puts the
+model folder together, `eval` scores a trained model's replies.
 
 The later steps read what the earlier ones left in the work folder (`--out`, git-ignored).
 """
@@ -17,9 +18,11 @@ sys.path.insert(0, str(ROOT))
 
 from k3jax.tokenizer import load_tokenizer  # noqa: E402
 from scripts.demo.corpus import build_corpus, write_corpus  # noqa: E402
+from scripts.demo.export_cmd import add_export  # noqa: E402
 from scripts.demo.pack import PROMPT_FILE, TOKENIZER_FOLDER, pack_corpus  # noqa: E402
 from scripts.demo.replies import score_replies  # noqa: E402
 from scripts.demo.sources import SourceError, fetch_sources  # noqa: E402
+from scripts.demo.train_cmd import add_train  # noqa: E402
 
 logger = logging.getLogger("make_demo_model")
 
@@ -56,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     pack = steps.add_parser("pack", help="train the vocabulary and write packed/: train.npz, tokenizer/, prompts.jsonl")
     pack.add_argument("--out", type=Path, default=ROOT / ".cache/demo", help="work folder (default: .cache/demo)")
     pack.set_defaults(run=_pack)
+    add_train(steps)
+    add_export(steps)
     score = steps.add_parser("eval", help="score replies to packed/prompts.jsonl: scores.json and replies.txt")
     score.add_argument("--out", type=Path, default=ROOT / ".cache/demo", help="work folder (default: .cache/demo)")
     score.add_argument("--replies", type=Path, required=True, help="one JSON list of token ids a line, in prompt order")
