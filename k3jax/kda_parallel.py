@@ -42,19 +42,20 @@ def chunked_parallel(
     length = q.shape[1]
     padding = -length % CHUNK
     segments = jnp.zeros(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    segments = jnp.pad(segments, ((0, 0), (0, padding)), mode="edge").reshape(q.shape[0], -1, CHUNK)  # [B, n, C]
+    segments = jnp.pad(segments, ((0, 0), (0, padding)), mode="edge").reshape(q.shape[0], -1, CHUNK)
 
-    def split(x):  # [B, T, H, ...] -> [B, n, H, C, ...]; zeros are inert
+    def split(x):  # [B, T, H, ...] -> [n, B, H, C, ...]; zeros are inert
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:]), 3, 2)
+        x = x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
+        return jnp.transpose(x, (1, 0, 3, 2, *range(4, x.ndim)))
 
-    out = _all_chunks(*map(split, (q, k, v, log_decay, beta)), segments, precision)
-    out = jnp.moveaxis(out, 2, 3)
+    out = _all_chunks(*map(split, (q, k, v, log_decay, beta)), jnp.swapaxes(segments, 0, 1), precision)
+    out = jnp.transpose(out, (1, 0, 3, 2, 4))
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length]
 
 
 def _all_chunks(q, k, v, log_decay, beta, segments, precision):
-    """[B, n, H, C, .] in and out."""
+    """[n, B, H, C, .] in and out, segments [n, B, C]: the recurrence then runs over the first axis as it lies."""
     einsum = functools.partial(jnp.einsum, precision=precision)
     q = q * q.shape[-1] ** -0.5
     cumulative = jnp.cumsum(log_decay, axis=-2)
@@ -69,7 +70,7 @@ def _all_chunks(q, k, v, log_decay, beta, segments, precision):
     scores_k = jnp.where(same & (rows[:, None] > rows), einsum("...ik,...jk->...ij", k * grown, shrunk_keys), 0)
 
     # The state that enters a chunk belongs to the segment of the token before it.
-    carried = jnp.concatenate([segments[:, :1, 0], segments[:, :-1, -1]], axis=1)[..., None]
+    carried = jnp.concatenate([segments[:1, :, 0], segments[:-1, :, -1]])[..., None]
     from_state = jnp.where((segments == carried)[:, :, None, :, None], jnp.exp(cumulative), 0)
     to_end = jnp.where((segments == segments[..., -1:])[:, :, None, :, None], jnp.exp(last - cumulative), 0)
     kept = jnp.where((segments[..., -1:] == carried)[:, :, None, :, None], jnp.exp(last), 0)
@@ -83,12 +84,10 @@ def _all_chunks(q, k, v, log_decay, beta, segments, precision):
         pseudo = values_t - einsum("bhck,bhvk->bhcv", keys_t, state)
         return state * kept_t + einsum("bhcv,bhck->bhvk", pseudo, end_keys_t), (state, pseudo)
 
-    batch, _, heads, _, width = q.shape
-    empty = jnp.zeros((batch, heads, v.shape[-1], width), q.dtype)
-    per_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in (values, keys, kept, k * to_end))
-    _, (states, pseudo) = lax.scan(step, empty, per_chunk)
-    out = einsum("bnhck,nbhvk->bnhcv", q * from_state, states)
-    return out + einsum("bnhij,nbhjv->bnhiv", scores_q, pseudo)
+    empty = jnp.zeros((*q.shape[1:3], v.shape[-1], q.shape[-1]), q.dtype)
+    _, (states, pseudo) = lax.scan(step, empty, (values, keys, kept, k * to_end))
+    out = einsum("...ck,...vk->...cv", q * from_state, states)
+    return out + einsum("...ij,...jv->...iv", scores_q, pseudo)
 
 
 @jax.custom_vjp
