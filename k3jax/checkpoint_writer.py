@@ -80,10 +80,10 @@ def pack_experts(params: Tree) -> Tree:
 def write_checkpoint(
     params: Tree, config: K3Config, folder: str | os.PathLike[str], *, max_shard_bytes: int = 4 * GIB
 ) -> list[Path]:
-    """Write weights (bf16 and float32 as released; experts as the tree has them), index, config.json, generation_config.json.
+    """Write weights (dtypes as released; experts as the tree has them), index, config.json and generation_config.json.
 
-    Shards hold whole tensors in order of layers, the ones outside layers last, as many as fit `max_shard_bytes`. Returns the
-    files. Shards of an earlier export in the folder are removed first.
+    Shards hold whole tensors in order of layers, those outside layers last, as many as fit `max_shard_bytes`. Returns
+    the files. Shards of an earlier export in the folder are removed first.
 
     Raises:
         ValueError: a parameter's shape is not that of the configuration, or one is missing or unknown.
@@ -154,7 +154,7 @@ class _Tensor:
 
     @property
     def place(self) -> float:
-        """Layers in order, whatever lies outside them behind; inside a layer the tree's order, since sorting is stable."""
+        """Layers in order, then what lies outside them; inside a layer the tree's order, since sorting is stable."""
         layer = _LAYER.match(self.source.name)
         return int(layer[1]) if layer else math.inf
 

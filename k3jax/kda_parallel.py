@@ -4,9 +4,9 @@ With G the running sum of log-decays inside a chunk and R its value in the middl
 
     sum_k q_i e^(G_i - G_j) k_j = (q_i e^(G_i - R)) . (k_j e^(R - G_j))        for j <= i
 
-is one matrix product. Both exponents stay within +-80 for chunks of 32 and log-decays of at least -5, inside the range of
-float32 (and of TF32); products of a later key with an earlier query may overflow and are masked before anything uses them,
-in the gradient too. Only the short recurrence over chunk states is sequential. `kda.chunked` is the general form.
+is one matrix product. Both exponents stay within +-80 for chunks of 32 and log-decays of at least -5, inside the range
+of float32 (and of TF32); products of a later key with an earlier query may overflow and are masked before anything uses
+them, in the gradient too. Only the short recurrence over chunk states is sequential. `kda.chunked` is the general form.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def chunked_parallel(
 ) -> Float[Array, "B T H V"]:
     """Outputs of whole sequences from empty state; `segment_ids` restart it. Differentiable; T need not divide by 32.
 
-    `precision` is that of the large products; the triangular inverse is always exact float32. Log-decays below -5 are not
-    checked and overflow.
+    `precision` is that of the large products; the triangular inverse is always exact float32. Log-decays below -5 are
+    not checked and overflow.
     """
     length = q.shape[1]
     padding = -length % CHUNK
@@ -64,9 +64,7 @@ def _all_chunks(q, k, v, log_decay, beta, segments, precision):
     grown = jnp.exp(cumulative - middle)
     rows = jnp.arange(CHUNK)
     same = (segments[..., :, None] == segments[..., None, :])[:, :, None]
-    scores_q = jnp.where(
-        same & (rows[:, None] >= rows), einsum("...ik,...jk->...ij", q * grown, shrunk_keys), 0
-    )
+    scores_q = jnp.where(same & (rows[:, None] >= rows), einsum("...ik,...jk->...ij", q * grown, shrunk_keys), 0)
     scores_k = jnp.where(same & (rows[:, None] > rows), einsum("...ik,...jk->...ij", k * grown, shrunk_keys), 0)
 
     # The state that enters a chunk belongs to the segment of the token before it.
@@ -94,8 +92,8 @@ def _all_chunks(q, k, v, log_decay, beta, segments, precision):
 def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """(I + lower)^-1 for a strictly lower `lower`; C is a power of two.
 
-    Inverses of neighbouring diagonal blocks are joined, [[P, 0], [-Q L P, Q]], so that like forward substitution no power
-    of `lower` is ever formed: 64 identical keys keep float32 accuracy.
+    Inverses of neighbouring diagonal blocks are joined, [[P, 0], [-Q L P, Q]]. As in forward substitution no power of
+    `lower` is ever formed, so 64 identical keys keep float32 accuracy.
     """
     size = lower.shape[-1]
     inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)

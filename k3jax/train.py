@@ -3,7 +3,8 @@
     params = train(config, rows, TrainConfig(steps=1000), checkpoints=folder)
     write_checkpoint(pack_experts(params), config, model_folder)      # k3jax.checkpoint_writer
 
-All rows are put on the device once; a dispatch runs several steps on rows drawn there by index, a new order every epoch.
+All rows are put on the device once; a dispatch runs several steps on rows drawn there by index, in a new order every
+epoch.
 Orbax checkpoints make a run resumable: killed at any point and started again it continues from the last one, and with
 `steps` it ends in the same weights, to the bit, that an undisturbed run on the same device has.
 """
@@ -17,7 +18,6 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -48,7 +48,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.max_seconds is None):
             raise ValueError(
-                f"steps={self.steps} and max_seconds={self.max_seconds}: give exactly one, it decides where the run ends."
+                f"steps={self.steps} and max_seconds={self.max_seconds}: give exactly one, it decides where to end."
             )
         for name in ("steps", "max_seconds", "steps_per_dispatch", "learning_rate", "checkpoint_seconds"):
             value = getattr(self, name)
@@ -188,7 +188,7 @@ def train(
 
 
 def _batches(num_rows: int, batch: int, seed: int, step: int, count: int) -> Iterator[np.ndarray]:
-    """Row indices of `count` batches from `step` on; a function of the step alone, so that a resumed run goes on alike."""
+    """Row indices of `count` batches from `step` on: a function of the step alone, so that resuming changes nothing."""
     per_epoch = num_rows // batch
     for s in range(step, step + count):
         epoch, place = divmod(s, per_epoch)

@@ -1,8 +1,8 @@
 """The forward pass in the form that trains fast: the model's own pieces, with three blocks computed for throughput.
 
-KDA runs token-parallel, attention keeps its operands in the compute dtype, and every token visits every routed expert with
-weight zero where it was not chosen: at the sizes one trains here two dense products beat any sorting, are exact and need no
-capacity. The values are those of `model.forward` up to rounding.
+KDA runs token-parallel, attention keeps its operands in the compute dtype, and every token visits every routed expert,
+with weight zero where it was not chosen: at the sizes one trains here two dense products beat any sorting, are exact and
+need no capacity. The values are those of `model.forward` up to rounding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forward(
 ) -> Output:
     """Logits of packed rows. Segment 0 is padding. `params` has stacks or sequences of layers, plain experts.
 
-    The activations take the dtype of the linear weights; the embedding may be wider, so that its gradient is summed wide.
+    The activations take the dtype of the linear weights; a wider embedding has its gradient summed wide.
     """
     live = (segment_ids != 0).reshape(-1)
     dtype = params["lm_head"].dtype

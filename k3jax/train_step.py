@@ -1,8 +1,9 @@
-"""Training maths: state, optimiser, loss and the jitted run of several steps. No clock, no files: that is `k3jax.train`.
+"""Training maths: state, optimiser, loss and the jitted run of several steps. The clock and the files are `k3jax.train`'s.
 
-The master weights are float32, one leaf per layer (gradients through slices of a stack are slow). Each step casts them to
-the compute dtype exactly as the export does, the routed experts through the MXFP4 grid first, so that what was trained is
-what is served. The router's selection bias has no gradient; after every step it moves against the load error's sign.
+The master weights are float32, one leaf per layer (gradients through slices of a stack are slow). Each step casts them
+to the compute dtype exactly as the export does, the routed experts through the MXFP4 grid first, so that what was
+trained is what is served. The router's selection bias has no gradient; after every step it moves against the load
+error's sign.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Optimization:
 
 
 class Rows(NamedTuple):
-    """Packed rows on the device. `counts[r, t]` marks positions whose next token is trained on; segment 0 is padding."""
+    """Packed rows. `counts[r, t]` marks positions whose next token is trained on; segment 0 is padding."""
 
     tokens: Int[Array, "R T"]
     segments: Int[Array, "R T"]
@@ -98,10 +99,10 @@ def _per_stack(tree: Tree, change) -> Tree:
 
 
 def initial_params(config: K3Config, seed: int) -> Tree:
-    """Random float32 stacks: linear weights with standard deviation fan_in^-1/2, so that every block starts at unit scale.
+    """Random float32 stacks: linear weights with standard deviation fan_in^-1/2, so that blocks start at unit scale.
 
-    The embedding starts at one half, as large as the updates that the depth mixes weigh it against; those mixes start nearly
-    even, and the forget gates near their constants, which spread the memory over short and long ranges.
+    The embedding starts at one half, as large as the updates that the depth mixes weigh it against; those mixes start
+    nearly even, and the forget gates near their constants, which spread the memory over short and long ranges.
     """
     tree = abstract(config, "bf16")
     specs = dict(flatten(tree))
@@ -125,7 +126,7 @@ def initial_state(config: K3Config, optimization: Optimization, seed: int) -> Tr
 
 
 def optimizer(config: K3Config, optimization: Optimization) -> optax.GradientTransformation:
-    """Clipped Adam with decoupled decay of matrices: not of norms, biases, gates' constants, convolutions, embedding."""
+    """Clipped Adam with decoupled decay of matrices: not of norms, gates' constants, convolutions or the embedding."""
     specs = abstract(config, "bf16")
 
     def decays(path: tuple[str, ...], spec: ParamSpec) -> Any:
@@ -142,7 +143,7 @@ def optimizer(config: K3Config, optimization: Optimization) -> optax.GradientTra
 
 
 def compute_params(params: Tree, config: K3Config, optimization: Optimization) -> Tree:
-    """The weights that the forward pass sees: cast as on export, experts through the MXFP4 grid, embedding left wide."""
+    """The weights that the forward pass sees: cast as on export, experts on the MXFP4 grid, the embedding left wide."""
     dtype = jnp.dtype(optimization.compute_dtype)
     specs = dict(flatten(abstract(config, "bf16")))
 
@@ -204,7 +205,7 @@ def run_steps(
     config: K3Config,
     optimization: Optimization,
 ) -> tuple[TrainState, Metrics]:
-    """As many steps as there are learning rates, in one dispatch; row indices select the batches from the data on the device.
+    """As many steps as there are learning rates, in one dispatch; `indices` select the rows of each batch.
 
     `state` is donated.
     """

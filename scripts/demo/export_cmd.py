@@ -67,7 +67,8 @@ def check_vocabulary(config_file: Path, tokenizer_folder: Path) -> None:
     ):
         if ours != theirs:
             raise ValueError(
-                f"{config_file} has {name}={ours}, the vocabulary in {tokenizer_folder} {theirs}. They do not belong together."
+                f"{config_file} has {name}={ours}, the vocabulary in {tokenizer_folder} {theirs}. "
+                "They do not belong together: train on what `pack` wrote with that vocabulary."
             )
 
 

@@ -1,4 +1,4 @@
-"""Measure the training step on the machine at hand: compile seconds, tokens a second, memory, and where the time goes."""
+"""Measure the training step on the machine at hand: compile seconds, tokens a second, memory, where the time goes."""
 
 import dataclasses
 import logging
@@ -89,17 +89,31 @@ def probe_blocks(config: K3Config, data: Rows, optimization: Optimization) -> No
         return jax.nn.logsumexp((x @ weights.T).astype(jnp.float32), axis=-1)
 
     blocks: list[tuple[str, Callable, object, int]] = [
-        ("KDA mixer", lambda w, x: kda_mixer(w, x, config, segments), layer_params(params, "kda", 0), len(config.kda_layers)),
-        ("attention", lambda w, x: attention(w, x, config, segments), layer_params(params, "mla", 0), len(config.mla_layers)),
+        (
+            "KDA mixer",
+            lambda w, x: kda_mixer(w, x, config, segments),
+            layer_params(params, "kda", 0),
+            len(config.kda_layers),
+        ),
+        (
+            "attention",
+            lambda w, x: attention(w, x, config, segments),
+            layer_params(params, "mla", 0),
+            len(config.mla_layers),
+        ),
         ("routed experts", experts, layer_params(params, "moe", 0), config.num_moe_layers),
         ("head and loss", head, params["lm_head"], 1),
     ]
     for name, block, weights, count in blocks:
-        gradient = jax.jit(jax.grad(lambda w, x, f=block: jnp.sum(jnp.square(f(w, x).astype(jnp.float32))), argnums=(0, 1)))
+        gradient = jax.jit(
+            jax.grad(lambda w, x, f=block: jnp.sum(jnp.square(f(w, x).astype(jnp.float32))), argnums=(0, 1))
+        )
         jax.block_until_ready(gradient(weights, x))
         begin = time.monotonic()
         for _ in range(5):
             out = gradient(weights, x)
         jax.block_until_ready(out)
         each = (time.monotonic() - begin) / 5
-        logger.info("%-14s %6.2f ms forward and backward, x %d = %6.1f ms", name, 1000 * each, count, 1000 * each * count)
+        logger.info(
+            "%-14s %6.2f ms forward and backward, x %d = %6.1f ms", name, 1000 * each, count, 1000 * each * count
+        )

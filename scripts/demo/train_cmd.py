@@ -99,4 +99,6 @@ def _train_and_write(config, rows, training, args: argparse.Namespace, start: fl
     written = write_checkpoint(pack_experts(params), config, args.out, max_shard_bytes=SHARD_BYTES)
     draw_curve(args.out / METRICS_FILE, args.out / CURVE_FILE)
     size = sum(path.stat().st_size for path in written)
-    logger.info("wrote %d files, %.1f MB, to %s after %.0f s", len(written), size / 1e6, args.out, time.monotonic() - start)
+    logger.info(
+        "wrote %d files, %.1f MB, to %s after %.0f s", len(written), size / 1e6, args.out, time.monotonic() - start
+    )

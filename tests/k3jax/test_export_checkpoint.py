@@ -63,7 +63,9 @@ def test_the_index_names_every_tensor_and_shards_keep_to_their_size(folder: Path
     assert index["weight_map"] == {name: value[2] for name, value in found.items()}
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2
-    assert [path.name for path in shards] == [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    assert [path.name for path in shards] == [
+        f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
+    ]
     assert all(path.stat().st_size < 50_000 + 20_000 for path in shards)
     widths = {"BF16": 2, "F32": 4, "U8": 1}
     assert index["metadata"]["total_size"] == sum(widths[d] * int(np.prod(shape)) for d, shape, _ in found.values())

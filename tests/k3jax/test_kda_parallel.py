@@ -34,9 +34,7 @@ def reference(q, k, v, log_decay, beta, segments):
 @pytest.mark.parametrize("lowest", [-0.1, -5.0])
 def test_outputs_equal_the_chunked_form_with_documents_packed_in_a_row(x64, lowest):
     arrays, segments = inputs(0, lowest=lowest), documents()
-    np.testing.assert_allclose(
-        chunked_parallel(*arrays, segments), reference(*arrays, segments), rtol=1e-9, atol=1e-11
-    )
+    np.testing.assert_allclose(chunked_parallel(*arrays, segments), reference(*arrays, segments), rtol=1e-9, atol=1e-11)
 
 
 def test_gradients_equal_those_of_the_chunked_form(x64):

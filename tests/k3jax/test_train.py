@@ -66,7 +66,9 @@ def test_a_killed_run_resumes_and_ends_in_the_same_weights_to_the_bit(
                 raise Killed
 
         with pytest.raises(Killed):
-            train(tiny_config(), sequence_rows(), tiny_training(checkpoint_steps=40), checkpoints=tmp_path, on_report=die)
+            train(
+                tiny_config(), sequence_rows(), tiny_training(checkpoint_steps=40), checkpoints=tmp_path, on_report=die
+            )
         assert steps[0] == resumes_from + 10
     params = train(tiny_config(), sequence_rows(), tiny_training(checkpoint_steps=40), checkpoints=tmp_path)
     assert same(params, undisturbed[0])

@@ -9,8 +9,8 @@ import pytest
 
 from k3jax import model, train_forward
 from k3jax.layers import HIGHEST
-from k3jax.train_step import compute_params, initial_params, unstack
 from k3jax.train import Optimization
+from k3jax.train_step import compute_params, initial_params, unstack
 from tests.k3jax.tiny_training import sequence_rows, tiny_config
 
 CONFIG = tiny_config()
