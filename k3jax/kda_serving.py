@@ -82,7 +82,7 @@ def prefill(
         k, v = jnp.where(inert[..., None], k, 0), jnp.where(inert[..., None], v, 0)
         log_decay, beta = jnp.where(inert[..., None], log_decay, 0), jnp.where(inert, beta, 0)
         heads_first = (jnp.moveaxis(x, 0, 1) for x in (q, k, v, log_decay, beta))
-        mixed, state, _ = kda.chunk(*heads_first, state)
+        mixed, state, _ = kda.chunk(*heads_first, state, is_bounded=config.gate_lower_bound is not None)
         mixed = kda.finish(params, jnp.moveaxis(mixed, 1, 0), raw.gate, config)
         out = write_rows(out, mixed, tile._replace(token=chunks.first_token + tile.token))
         tail = lax.dynamic_slice_in_dim(window, tile.rows, history)
@@ -99,8 +99,13 @@ def _rows(x, start, size: int, live):
 
 
 def _at(pool, layer: int, slot):
-    return lax.dynamic_slice(pool, (layer, slot, *(0,) * (pool.ndim - 2)), (1, 1, *pool.shape[2:]))[0, 0]
+    return lax.dynamic_slice(pool, _corner(pool, layer, slot), (1, 1, *pool.shape[2:]))[0, 0]
 
 
 def _put(pool, value, layer: int, slot):
-    return lax.dynamic_update_slice(pool, value[None, None].astype(pool.dtype), (layer, slot, *(0,) * (pool.ndim - 2)))
+    return lax.dynamic_update_slice(pool, value[None, None].astype(pool.dtype), _corner(pool, layer, slot))
+
+
+def _corner(pool, layer: int, slot) -> tuple:
+    """Start of one slot of one layer, in the slot's integer type: under x64 a plain int would be 64 bits wide."""
+    return tuple(jnp.asarray(i, slot.dtype) for i in (layer, slot, *(0,) * (pool.ndim - 2)))
