@@ -1,8 +1,8 @@
 """Choosing the next token over a vocabulary that may be divided over ranks.
 
-Greedy is an argmax; sampling adds Gumbel noise and takes an argmax over the tokens above a threshold. Thresholds for top-k
-and top-p come from a bisection over the bit patterns of the logits (counts and masses summed over ranks): no sort, no
-gathered vocabulary. Noise is a hash of (seed, position, token id): it depends on neither the batch nor the mesh.
+Greedy is an argmax; sampling adds Gumbel noise and takes an argmax over the tokens above a threshold. Thresholds for
+top-k and top-p come from a bisection over the bit patterns of the logits (counts and masses summed over ranks): no sort,
+no gathered vocabulary. Noise is a hash of (seed, position, token id): it depends on neither the batch nor the mesh.
 """
 
 from __future__ import annotations
@@ -51,16 +51,19 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Float[Array, "R X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel) -> Sampled:
-    """Choose one token per lane from this rank's share of the logits. Lanes do not interact; dead lanes give token 0."""
+    """Choose one token per lane from this rank's share of the logits. Lanes do not interact, dead ones give token 0."""
     raw = wide(logits)
-    is_nan = parallel.psum(jnp.sum(jnp.isnan(raw), axis=-1)) > 0
+    # An infinite logit has no distribution either. Counted, because a maximum over ranks may drop NaN.
+    is_nan = parallel.psum(jnp.sum(~(raw < jnp.inf), axis=-1)) > 0
     first = parallel.index() * raw.shape[-1]
     adjusted = adjust(jnp.where(is_nan[:, None], 0, raw), controls, first, parallel)
     ids = first + jnp.arange(raw.shape[-1], dtype=jnp.int32)
 
     def stochastic():
         temperature = jnp.where(controls.temperature > 0, controls.temperature, 1)[:, None]
-        scaled = adjusted / temperature.astype(adjusted.dtype)
+        # Relative to the best token, so that a temperature near 0 overflows to -inf for the others only.
+        best = parallel.pmax(jnp.max(adjusted, axis=-1, keepdims=True))
+        scaled = (adjusted - best) / temperature.astype(adjusted.dtype)
         threshold = keep_threshold(scaled, controls, parallel)
         noisy = scaled + gumbel(controls.seed, controls.position, ids, adjusted.dtype)
         kept = jnp.where(scaled >= threshold[:, None], noisy, -jnp.inf)
@@ -106,10 +109,10 @@ def argmax(values: Float[Array, "R X"], ids: Int[Array, "X"], parallel: Parallel
 def keep_threshold(scaled: Float[Array, "R X"], controls: Controls, parallel: Parallel) -> Float[Array, "R"]:
     """Smallest kept value per lane: top-k, then top-p of what is left renormalised, then min-p against the best.
 
-    Values equal to a threshold are all kept. At least the best token always is.
+    The values are log-probabilities up to a constant that makes the best 0. Values equal to a threshold are all kept,
+    and the best token always is.
     """
-    top = parallel.pmax(jnp.max(scaled, axis=-1))
-    lowest = jnp.full_like(top, -jnp.inf)
+    lowest = jnp.full(scaled.shape[0], -jnp.inf, scaled.dtype)
 
     def by_count():
         wanted = jnp.where(controls.top_k > 0, controls.top_k, jnp.iinfo(jnp.int32).max)
@@ -119,15 +122,14 @@ def keep_threshold(scaled: Float[Array, "R X"], controls: Controls, parallel: Pa
     threshold = lax.cond(jnp.any(controls.top_k > 0), by_count, lambda: lowest)
 
     def by_mass():
-        mass = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled - top[:, None]), 0)
+        mass = jnp.where(scaled >= threshold[:, None], jnp.exp(scaled), 0)
         wanted = controls.top_p.astype(mass.dtype) * parallel.psum(jnp.sum(mass, axis=-1))
         found = _bisect(scaled, lambda kept: parallel.psum(jnp.sum(jnp.where(kept, mass, 0), axis=-1)) >= wanted)
         return jnp.where(controls.top_p < 1, jnp.maximum(found, threshold), threshold)
 
     threshold = lax.cond(jnp.any(controls.top_p < 1), by_mass, lambda: threshold)
-    min_p = controls.min_p.astype(top.dtype)
-    by_best = jnp.where(min_p > 0, top + jnp.log(jnp.maximum(min_p, jnp.finfo(top.dtype).tiny)), -jnp.inf)
-    return jnp.minimum(jnp.maximum(threshold, by_best), top)
+    by_best = jnp.log(controls.min_p.astype(scaled.dtype))  # -inf where min-p is off
+    return jnp.minimum(jnp.maximum(threshold, by_best), 0)
 
 
 def _bisect(values: Float[Array, "R X"], is_enough) -> Float[Array, "R"]:
@@ -163,14 +165,15 @@ def _from_ordered(keys, dtype):
 
 def logprobs(raw, token, ids, controls: Controls, live, parallel: Parallel):
     """Log-probabilities of the chosen and of the best tokens under the raw model distribution, if any lane asks."""
-    count = min(MAX_LOGPROBS, raw.shape[-1])
+    local_count = min(MAX_LOGPROBS, raw.shape[-1])
+    count = min(MAX_LOGPROBS, raw.shape[-1] * parallel.degree)
     rows = raw.shape[0]
 
     def compute():
         top = parallel.pmax(jnp.max(raw, axis=-1, keepdims=True))
         log_sum = top[:, 0] + jnp.log(parallel.psum(jnp.sum(jnp.exp(raw - top), axis=-1)))
         chosen = parallel.psum(jnp.sum(jnp.where(ids == token[:, None], raw, 0), axis=-1)) - log_sum
-        values, places = lax.top_k(raw, count)
+        values, places = lax.top_k(raw, local_count)
         values, best = parallel.all_gather(values), parallel.all_gather(ids[places])
         values, order = lax.top_k(values, count)
         return chosen, jnp.take_along_axis(best, order, axis=-1), values - log_sum[:, None]
@@ -183,10 +186,15 @@ def logprobs(raw, token, ids, controls: Controls, live, parallel: Parallel):
 
 
 def gumbel(seed: Array, position: Int[Array, "R"], ids: Int[Array, "X"], dtype) -> Float[Array, "R X"]:
-    """Gumbel noise from Threefry-2x32 keyed by the row's seed, counting (position, token id)."""
+    """Gumbel noise from Threefry-2x32 keyed by the row's seed, counting (position, token id).
+
+    All 32 bits count where the noise is large: the winner of 163,840 tokens lies in the last 2^-17 of the distribution,
+    where 24 bits would leave a hundred values and many ties.
+    """
     bits = threefry_2x32(seed[:, :1], seed[:, 1:], position[:, None].astype(jnp.uint32), ids[None].astype(jnp.uint32))
-    uniform = ((bits >> 9).astype(wide_dtype(dtype)) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
+    uniform = (bits.astype(wide_dtype(dtype)) + 0.5) * 2.0**-32
+    below_one = jnp.minimum(uniform, 1 - 2.0**-24)  # float32 rounds the largest to 1
+    return -jnp.log(-jnp.log1p(-below_one))
 
 
 def threefry_2x32(key0, key1, counter0, counter1):
