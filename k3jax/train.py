@@ -18,6 +18,7 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -172,7 +173,7 @@ def train(
             config=config,
             optimization=training.optimization,
         )
-        metrics = Metrics(*map(np.asarray, metrics))  # waits for the device
+        metrics = jax.device_get(metrics)  # waits for the device
         step += len(progress)
         before = pace.seconds
         pace.done(progress, step)

@@ -1,8 +1,8 @@
 """The forward pass in the form that trains fast: the model's own pieces, with three blocks computed for throughput.
 
 KDA runs token-parallel, attention keeps its operands in the compute dtype, and every token visits every routed expert,
-with weight zero where it was not chosen: at the sizes one trains here two dense products beat any sorting, are exact and
-need no capacity. The values are those of `model.forward` up to rounding.
+with weight zero where it was not chosen: for models small enough to train on one device two dense products beat any
+sorting, are exact and need no capacity. The values are those of `model.forward` up to rounding.
 """
 
 from __future__ import annotations

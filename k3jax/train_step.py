@@ -1,4 +1,4 @@
-"""Training maths: state, optimiser, loss and the jitted run of several steps. The clock and the files are `k3jax.train`'s.
+"""Training maths: state, optimiser, loss, the jitted run of several steps. `k3jax.train` has the clock and the files.
 
 The master weights are float32, one leaf per layer (gradients through slices of a stack are slow). Each step casts them
 to the compute dtype exactly as the export does, the routed experts through the MXFP4 grid first, so that what was
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -60,9 +61,9 @@ class Optimization:
 class Rows(NamedTuple):
     """Packed rows. `counts[r, t]` marks positions whose next token is trained on; segment 0 is padding."""
 
-    tokens: Int[Array, "R T"]
-    segments: Int[Array, "R T"]
-    counts: Bool[Array, "R T"]
+    tokens: Int[Array | np.ndarray, "R T"]
+    segments: Int[Array | np.ndarray, "R T"]
+    counts: Bool[Array | np.ndarray, "R T"]
 
 
 class TrainState(NamedTuple):
@@ -131,8 +132,9 @@ def optimizer(config: K3Config, optimization: Optimization) -> optax.GradientTra
 
     def decays(path: tuple[str, ...], spec: ParamSpec) -> Any:
         stacked = len(path) > 1 and path[0] != "out_res"
-        matrix = spec.kind == "weight" and len(spec.shape) - stacked >= 2 and path[-1] != "embed"
-        return (matrix,) * spec.shape[0] if stacked else matrix
+        axes = len(spec.shape) - (1 if stacked else 0)
+        matrix = spec.kind == "weight" and axes >= 2 and path[-1] != "embed"
+        return tuple(matrix for _ in range(spec.shape[0])) if stacked else matrix
 
     adam = optax.scale_by_adam(b1=optimization.beta1, b2=optimization.beta2, eps=optimization.epsilon)
     return optax.chain(
@@ -162,10 +164,10 @@ def loss(
     params: Tree, rows: Rows, config: K3Config, optimization: Optimization
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Float[Array, "M E"]]]:
     """Mean cross entropy over the counted tokens; also next-token accuracy and expert loads."""
-    tokens, segments = rows.tokens.astype(jnp.int32), rows.segments.astype(jnp.int32)
+    tokens, segments = jnp.asarray(rows.tokens, jnp.int32), jnp.asarray(rows.segments, jnp.int32)
     out = forward(compute_params(params, config, optimization), config, tokens, segments, remat=optimization.remat)
     targets = jnp.roll(tokens, -1, axis=1)
-    weights = rows.counts.astype(out.logits.dtype)
+    weights = jnp.asarray(rows.counts, out.logits.dtype)
     total = jnp.maximum(jnp.sum(weights), 1)
     entropy = optax.softmax_cross_entropy_with_integer_labels(out.logits, targets)
     right = jnp.argmax(out.logits, axis=-1) == targets

@@ -74,7 +74,7 @@ def probe_step(config: K3Config, data: Rows, optimization: Optimization) -> floa
 def probe_blocks(config: K3Config, data: Rows, optimization: Optimization) -> None:
     """Time each kind of block once, forward and backward, at the batch's size."""
     params = compute_params(initial_state(config, optimization, 0).params, config, optimization)
-    segments = data.segments[: optimization.batch_rows].astype(jnp.int32)
+    segments = jnp.asarray(data.segments[: optimization.batch_rows], jnp.int32)
     dtype = params["lm_head"].dtype
     x = jax.random.normal(jax.random.key(0), (*segments.shape, config.hidden_size), jnp.float32).astype(dtype)
 

@@ -31,7 +31,7 @@ def params() -> Tree:
 @pytest.fixture(scope="module")
 def folder(params: Tree, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("model")
-    write_checkpoint(pack_experts(params), CONFIG, target, max_shard_bytes=50_000)
+    write_checkpoint(pack_experts(params), CONFIG, target, max_shard_bytes=150_000)
     return target
 
 
@@ -62,11 +62,11 @@ def test_the_index_names_every_tensor_and_shards_keep_to_their_size(folder: Path
     found = tensors(folder)
     assert index["weight_map"] == {name: value[2] for name, value in found.items()}
     shards = sorted(folder.glob("*.safetensors"))
-    assert len(shards) > 2
+    assert len(shards) > 1
     assert [path.name for path in shards] == [
         f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))
     ]
-    assert all(path.stat().st_size < 50_000 + 20_000 for path in shards)
+    assert all(path.stat().st_size < 150_000 + 20_000 for path in shards)
     widths = {"BF16": 2, "F32": 4, "U8": 1}
     assert index["metadata"]["total_size"] == sum(widths[d] * int(np.prod(shape)) for d, shape, _ in found.values())
 
@@ -84,7 +84,10 @@ def test_the_configuration_reads_back_and_describes_the_quantisation(folder: Pat
     written = json.loads((folder / "config.json").read_text())
     reference = json.loads((DATA / "tiny8_mxfp4" / "config.json").read_text())
     assert written["text_config"]["quantization_config"] == reference["text_config"]["quantization_config"]
-    assert json.loads((folder / "generation_config.json").read_text()) == {"max_length": 4096, "eos_token_id": 62}
+    assert json.loads((folder / "generation_config.json").read_text()) == {
+        "max_length": 4096,
+        "eos_token_id": CONFIG.eos_token_id,
+    }
 
 
 def test_packed_experts_decode_exactly_to_what_training_computed_with(params: Tree) -> None:
@@ -120,7 +123,7 @@ def test_plain_experts_are_written_as_bfloat16_without_quantisation(params: Tree
 
 
 def test_an_earlier_export_leaves_nothing_behind(params: Tree, tmp_path: Path) -> None:
-    write_checkpoint(params, CONFIG, tmp_path, max_shard_bytes=50_000)
+    write_checkpoint(params, CONFIG, tmp_path, max_shard_bytes=150_000)
     write_checkpoint(params, CONFIG, tmp_path)
     assert [path.name for path in tmp_path.glob("*.safetensors")] == ["model-00001-of-00001.safetensors"]
 

@@ -1,21 +1,25 @@
 """A model that trains in seconds and a task it can learn: going on with arithmetic sequences modulo 61."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 
 from k3jax import presets
 from k3jax.config import K3Config
+from k3jax.tokenizer import load_tokenizer
 from k3jax.train import Optimization, Rows, TrainConfig
 
 DOCUMENT = 12
+TOKENIZER = Path(__file__).resolve().parents[1] / "data" / "tokenizer"
 
 
 def tiny_config() -> K3Config:
-    """Both mixers, both feed-forwards, a depth bank of two."""
+    """Both mixers, both feed-forwards, a depth bank of two, the vocabulary of the test data."""
+    tokenizer = load_tokenizer(TOKENIZER)
     return dataclasses.replace(
         presets.tiny_mesh(),
-        vocab_size=64,
+        vocab_size=tokenizer.vocab_size,
         hidden_size=64,
         num_hidden_layers=2,
         kda_layers=(0,),
@@ -28,9 +32,9 @@ def tiny_config() -> K3Config:
         moe_intermediate_size=32,
         routed_expert_hidden_size=32,
         attn_res_block_size=1,
-        bos_token_id=61,
-        eos_token_id=62,
-        pad_token_id=63,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
     )
 
 
