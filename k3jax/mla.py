@@ -43,10 +43,9 @@ def project(params: dict, x: Float[Array, "*B D"], config: K3Config) -> Projecte
     )
 
 
-def split_kv_b(kv_b: Float[Array, "HKV L"], config: K3Config):
-    """W_kvb per head: key part [H, nope, L] and value part [H, v, L]."""
-    per_head = kv_b.reshape(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-    return per_head[:, : config.qk_nope_head_dim], per_head[:, config.qk_nope_head_dim :]
+def heads_of_kv_b(kv_b: Float[Array, "HKV L"], config: K3Config) -> Float[Array, "H KV L"]:
+    """W_kvb per head: nope key rows, then value rows."""
+    return kv_b.reshape(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
 
 
 def expand(latent: Float[Array, "*B S L"], kv_b: Float[Array, "HKV L"], config: K3Config):
@@ -80,13 +79,21 @@ def gate_output(out: Float[Array, "*B H V"], gate: Float[Array, "*B HV"]) -> Flo
     return out.reshape(gate.shape).astype(gate.dtype) * jax.nn.sigmoid(gate)
 
 
-def absorb_query(
-    q: Float[Array, "*B H QK"], key_part: Float[Array, "H N L"], config: K3Config
-) -> Float[Array, "*B H LR"]:
-    """Query against cached rows: (W_uk^T q_n | q_x), scaled. Wide."""
+def absorb_query(q: Float[Array, "*B H QK"], kv_b: Float[Array, "HKV L"], config: K3Config) -> Float[Array, "*B H LR"]:
+    """Query against cached rows: (W_uk^T q_n | q_x), scaled. Wide.
+
+    Multiplies with the whole of W_kvb, values' rows by zeros: slicing the key rows out would copy the weight every call.
+    """
     nope = config.qk_nope_head_dim
-    latent = _einsum("...hn,hnl->...hl", wide(q[..., :nope]), wide(key_part))
+    padded = jnp.pad(wide(q[..., :nope]), ((0, 0),) * (q.ndim - 1) + ((0, config.v_head_dim),))
+    latent = _einsum("...hn,hnl->...hl", padded, wide(heads_of_kv_b(kv_b, config)))
     return jnp.concatenate([latent, wide(q[..., nope:])], axis=-1) * config.qk_head_dim**-0.5
+
+
+def unabsorb_values(latent: Float[Array, "*B H L"], kv_b: Float[Array, "HKV L"], config: K3Config) -> Float[Array, "*B H V"]:
+    """Attention-weighted latents to head values, W_uv applied; the key rows' products are dropped. Wide."""
+    both = _einsum("...hl,hnl->...hn", latent, wide(heads_of_kv_b(kv_b, config)))
+    return both[..., config.qk_nope_head_dim :]
 
 
 class MLA(ParamStack):

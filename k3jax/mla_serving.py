@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -71,8 +72,7 @@ def decode(
     config: K3Config,
 ) -> Array:
     """Attention output [R, HV] of one query per row over its first `lengths` tokens (0: dead row, zeros)."""
-    key_part, value_part = mla.split_kv_b(params["kv_b"], config)
-    query = mla.absorb_query(projected.q, key_part, config)
+    query = mla.absorb_query(projected.q, params["kv_b"], config)
     rank = config.kv_lora_rank
     block = BLOCK_PAGES * PAGE_SIZE
 
@@ -87,8 +87,18 @@ def decode(
     start = _Softmax.empty(query.shape[:2], rank, query.dtype)
     blocks = (jnp.max(lengths) + block - 1) // block
     latent = lax.fori_loop(0, blocks, visit, start).value()
-    out = mla._einsum("rhl,hvl->rhv", latent, wide(value_part))
-    return mla.gate_output(out, projected.gate)
+    return mla.gate_output(mla.unabsorb_values(latent, params["kv_b"], config), projected.gate)
+
+
+def decode_by_row(params, projected: mla.Projected, pool, layer: int, page_table, lengths, config: K3Config) -> Array:
+    """`decode`, a row at a time up to the last live one: each row walks its own context only. For CPUs."""
+
+    def visit(index, out):
+        own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1), (projected, page_table, lengths))
+        row = decode(params, own[0], pool, layer, own[1], own[2], config)
+        return lax.dynamic_update_slice_in_dim(out, row, index, 0)
+
+    return lax.fori_loop(0, jnp.sum(lengths > 0), visit, jnp.zeros_like(projected.gate))
 
 
 def prefill(

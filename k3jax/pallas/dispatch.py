@@ -32,7 +32,9 @@ class Choice:
 
 
 def choose(platform: str) -> tuple[Ops, tuple[Choice, ...]]:
-    """Pick implementations for devices of `platform` ("cpu", "gpu"). No kernel is registered yet, so XLA runs all."""
-    reason = "the XLA reference is the only implementation" if platform == "gpu" else f"no kernels for {platform}"
+    """Pick implementations for devices of `platform` ("cpu", "gpu")."""
+    by_row = {"mla_decode": mla_serving.decode_by_row} if platform == "cpu" else {}
+    reasons = {name: "a row at a time: each walks its own context only" for name in by_row}
     names = [field.name for field in dataclasses.fields(Ops)]
-    return Ops(), tuple(Choice(op=name, backend="xla", reason=reason) for name in names)
+    other = "the XLA reference is the only implementation"
+    return Ops(**by_row), tuple(Choice(op=name, backend="xla", reason=reasons.get(name, other)) for name in names)
