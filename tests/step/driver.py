@@ -1,7 +1,7 @@
-"""Runs compiled steps for a handful of requests: admission, page appends and lane order, as the scheduler would plan them.
+"""Runs compiled steps for a handful of requests: admission, page appends and lane order, as the scheduler plans them.
 
-Every program is traced with all log-probabilities returned, so tests compare the whole distribution of every sampled token;
-a token is forced through the lane's allowed set, as a grammar would.
+Every program is traced with all log-probabilities returned, so tests compare the whole distribution of every sampled
+token; a token is forced through the lane's allowed set, as a grammar does.
 """
 
 import contextlib
@@ -208,9 +208,7 @@ class Session:
         edges = [0, *cuts, len(tokens)]
         lanes: dict[int, Lane] = {}
         for start, stop in zip(edges[:-1], edges[1:], strict=True):
-            lanes = self.step(
-                chunks=[Chunk(request=request, tokens=tokens[start:stop], is_last=stop == len(tokens))]
-            )
+            lanes = self.step(chunks=[Chunk(request=request, tokens=tokens[start:stop], is_last=stop == len(tokens))])
         return lanes[request.row]
 
     def decode(self, request: Request, count: int, shape: StepShape | None = None) -> list[Lane]:

@@ -1,0 +1,50 @@
+"""The models and machines of the step tests; each machine is made once and keeps its programs."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax import loading, presets
+from k3jax.config import K3Config
+from k3jax.step_inputs import StepShape
+from tests.k3jax.golden_data import TINY8, random_params
+from tests.step.driver import Machine
+
+MIXED = StepShape(rows=8, prefill_tokens=320)
+SMALL = StepShape(rows=4, prefill_tokens=64)
+DECODE = StepShape(rows=4, prefill_tokens=0)
+
+
+def hybrid4() -> K3Config:
+    """Four layers, KDA KDA KDA MLA, dense then MoE, two depth blocks; every axis divides at tp 1, 2, 4 and 8."""
+    return dataclasses.replace(
+        presets.tiny_mesh(), num_hidden_layers=4, kda_layers=(0, 1, 2), mla_layers=(3,), attn_res_block_size=2
+    )
+
+
+@functools.cache
+def tiny8() -> Machine:
+    """The golden checkpoint in float32."""
+    config = K3Config.from_file(TINY8)
+    return Machine(config, jax.device_get(loading.load_params(TINY8, config, jnp.float32)), np.float32)
+
+
+@functools.cache
+def hybrid(dtype: str = "float64", tp: int = 1, shard_latents: bool = False, whole_experts: bool = False) -> Machine:
+    """The four-layer model with random weights."""
+    return Machine(
+        hybrid4(),
+        random_params(hybrid4()),
+        dtype,
+        tp=tp,
+        shard_latents=shard_latents,
+        whole_experts=whole_experts,
+    )
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids, none of them 0."""
+    return np.random.default_rng(seed).integers(1, 500, length).tolist()
