@@ -1,8 +1,8 @@
 """Choosing the next token over a vocabulary that may be divided over ranks.
 
 Greedy is an argmax; sampling adds Gumbel noise and takes an argmax over the tokens above a threshold. Thresholds for
-top-k and top-p come from a bisection over the bit patterns of the logits (counts and masses summed over ranks): no sort,
-no gathered vocabulary. Noise is a hash of (seed, position, token id): it depends on neither the batch nor the mesh.
+top-k and top-p come from a bisection over the bit patterns of the logits, with counts and masses summed over ranks: no
+sort, no gathered vocabulary. Noise is a hash of (seed, position, token id) and depends on neither batch nor mesh.
 """
 
 from __future__ import annotations

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
+from k3jax.cache import Pools, Rows
 from k3jax.pallas.dispatch import Choice
 from k3jax.programs import REPLICATED, StepProgram
 from k3jax.step import StepExtras, StepOutputs
@@ -37,19 +39,44 @@ class CompileReport:
 
 
 class CompileWatch:
-    """Counts backend compilations and cache hits through JAX's own events."""
+    """Counts the programs that its owner makes JAX compile, and how many of them came from the persistent cache.
+
+    JAX's events are per process; they are counted on a thread while it is inside `counting`, so that other users of JAX
+    in the process, another executor for one, do not count.
+    """
 
     def __init__(self) -> None:
-        self.num_compiled = 0
+        self.num_programs = 0
         self.num_loaded = 0
+        self._here = threading.local()
+        self._lock = threading.Lock()
         jax.monitoring.register_event_listener(self._on_event)
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
 
-    def _on_event(self, event: str, **_: Any) -> None:
-        self.num_loaded += event == "/jax/compilation_cache/cache_hits"
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what the calling thread compiles."""
+        self._here.is_counting = True
+        try:
+            yield
+        finally:
+            self._here.is_counting = False
 
-    def _on_duration(self, event: str, _seconds: float, **_: Any) -> None:
-        self.num_compiled += event == "/jax/core/compile/backend_compile_duration"
+    def stop(self) -> None:
+        """Listen no more. Call once."""
+        jax.monitoring.unregister_event_listener(self._on_event)
+        jax.monitoring.unregister_event_duration_listener(self._on_duration)
+
+    def _on_event(self, event: str, **_: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits" and getattr(self._here, "is_counting", False):
+            with self._lock:
+                self.num_loaded += 1
+
+    def _on_duration(self, event: str, duration_secs: float, **_: str | int) -> None:
+        # Recorded around both ways to get a program: compiling it and reading it from the cache.
+        if event == "/jax/core/compile/backend_compile_duration" and getattr(self._here, "is_counting", False):
+            with self._lock:
+                self.num_programs += 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +109,13 @@ class DeviceExecutor:
         self._neutral = {
             rows: program.neutral_extras(StepShape(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
         }
-        self._pools, self._rows = program.fresh_state()
+        self._fresh_state = self._compile_fresh_state()
+        self._pools, self._rows = self._fresh_state()
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._num_logprobs: dict[int, int | None] = {}
+        self._is_closed = False
         self._warm_up()
-        self._compiled_at_ready = self._watch.num_compiled
+        self._programs_at_ready = self._watch.num_programs
 
     @property
     def _row_buckets(self) -> list[int]:
@@ -95,15 +124,19 @@ class DeviceExecutor:
     @property
     def compiles_after_ready(self) -> int:
         """Compilations since start-up; anything but 0 is a bug."""
-        return self._watch.num_compiled - self._compiled_at_ready
+        return self._watch.num_programs - self._programs_at_ready
 
     def submit(self, plan: StepPlan) -> None:
         """Dispatch `plan`. Raises `StepRejected` before dispatch, `DeviceFailure` after."""
+        with self._watch.counting():
+            self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> None:
         shape = executor_plan.choose_bucket(plan, self._shapes)
         inputs = executor_plan.fill(plan, shape, self._program.cache_shape)
-        extras = self._extras(plan, shape)
         try:
             packed = jax.device_put(pack(inputs), self._replicated)
+            extras = self._extras(plan, shape)
         except jax.errors.JaxRuntimeError as error:
             raise StepRejected(f"the step's inputs could not be uploaded: {error}") from error
         for admission in plan.admitted:
@@ -122,7 +155,8 @@ class DeviceExecutor:
         """Wait for the oldest submitted step. Raises `DeviceFailure`."""
         step = self._in_flight.popleft()
         try:
-            outputs = StepOutputs(*(np.asarray(x) for x in jax.device_get(step.outputs)))
+            with self._watch.counting():
+                outputs = jax.device_get(step.outputs)
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
         return self._result(step.plan, outputs)
@@ -131,7 +165,10 @@ class DeviceExecutor:
         """Rebuild empty pools and rows; anything in flight is forgotten."""
         self._in_flight.clear()
         self._num_logprobs.clear()
-        self._pools, self._rows = self._program.fresh_state()
+        for array in jax.tree.leaves((self._pools, self._rows)):  # a step that never started did not take them
+            array.delete()
+        with self._watch.counting():
+            self._pools, self._rows = self._fresh_state()
 
     def info(self) -> dict[str, object]:
         """Device, dtype, mesh, programs, kernels."""
@@ -153,7 +190,11 @@ class DeviceExecutor:
         }
 
     def close(self) -> None:
-        """Drop all device memory."""
+        """Drop all device memory. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._watch.stop()
         self._in_flight.clear()
         for array in jax.tree.leaves((self._pools, self._rows, self._params, self._neutral)):
             array.delete()
@@ -161,19 +202,22 @@ class DeviceExecutor:
     def _compile_all(self, progress: Progress | None) -> tuple[dict[StepShape, Any], CompileReport]:
         """Compile or load all buckets, two at a time: XLA compiles one program mostly on one core."""
         started = time.monotonic()
-        before = (self._watch.num_compiled, self._watch.num_loaded)
         compiled: dict[StepShape, Any] = {}
+
+        def compile_one(shape: StepShape) -> jax.stages.Compiled:
+            with self._watch.counting():
+                return self._program.compile(shape)
+
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-            futures = {pool.submit(self._program.compile, shape): shape for shape in reversed(self._shapes)}
+            futures = {pool.submit(compile_one, shape): shape for shape in reversed(self._shapes)}
             for future in concurrent.futures.as_completed(futures):
                 compiled[futures[future]] = future.result()
                 if progress:
                     progress(f"compiled {len(compiled)} of {len(self._shapes)} programs")
-        loaded = self._watch.num_loaded - before[1]
         report = CompileReport(
             num_programs=len(compiled),
-            num_compiled=len(compiled) - loaded,
-            num_loaded=loaded,
+            num_compiled=self._watch.num_programs - self._watch.num_loaded,
+            num_loaded=self._watch.num_loaded,
             seconds=time.monotonic() - started,
         )
         logger.info(
@@ -184,6 +228,12 @@ class DeviceExecutor:
             report.num_loaded,
         )
         return compiled, report
+
+    def _compile_fresh_state(self) -> Callable[[], tuple[Pools, Rows]]:
+        """Ready before a device failure asks for it."""
+        _, pools, rows, _, _ = self._program.operands(self._shapes[0])
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, (pools, rows))
+        return jax.jit(self._program.fresh_state, out_shardings=shardings).lower().compile()
 
     def _warm_up(self) -> None:
         """Run every program once on nothing: first calls allocate, load modules and build graphs."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from k3jax.cache import MAX_LOGIT_BIAS, CacheShape
+from k3jax.cache import MAX_LOGIT_BIAS, PAGE_SIZE, CacheShape
 from k3jax.step_inputs import StepInputs, StepShape, neutral
 from serving.core.seam import StepRejected
 from serving.core.types import RowAdmission, StepPlan
@@ -46,11 +46,15 @@ def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
     inputs = neutral(shape, cache.null_row)
     lanes = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
     _check_ids("row", lanes, 0, cache.num_rows)
+    if len(set(lanes)) < len(lanes):
+        raise StepRejected(f"a row occurs twice in the step's rows {lanes}")
     inputs.num_decode[...] = len(plan.decode_rows)
     inputs.num_chunks[...] = len(plan.chunks)
     inputs.lane_rows[: len(lanes)] = lanes
     position = 0
     for i, chunk in enumerate(plan.chunks):
+        ends = (chunk.start, chunk.start + len(chunk.token_ids) - 1)
+        _check_ids("position", ends, 0, cache.pages_per_row * PAGE_SIZE)
         inputs.chunk_starts[i] = chunk.start
         inputs.chunk_is_last[i] = chunk.is_last
         inputs.tokens[position : position + len(chunk.token_ids)] = chunk.token_ids
@@ -106,19 +110,25 @@ def bias_arrays(plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, np.ndarra
 
 
 def mask_array(plan: StepPlan, shape: StepShape, vocab_size: int) -> np.ndarray | None:
-    """Allowed sets by lane, or None when no row has one."""
+    """Allowed sets by lane, or None when no row has one. Raises `StepRejected` for a mask that cannot apply."""
     if not plan.token_masks:
         return None
     words = -(-vocab_size // 32)
     mask = np.full((shape.rows, words), 0xFFFFFFFF, np.uint32)
     lanes = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
     for token_mask in plan.token_masks:
+        if token_mask.row not in lanes:
+            raise StepRejected(f"row {token_mask.row} has a token mask and no part in the step")
+        if len(token_mask.bits) > words * 4:
+            raise StepRejected(f"token mask of row {token_mask.row} has {len(token_mask.bits)} bytes, {words * 4} fit")
         bits = np.frombuffer(token_mask.bits.ljust(words * 4, b"\0"), "<u4")
-        mask[lanes.index(token_mask.row)] = bits[:words]
+        if not bits.any():
+            raise StepRejected(f"token mask of row {token_mask.row} allows no token")
+        mask[lanes.index(token_mask.row)] = bits
     return mask
 
 
 def _check_ids(kind: str, ids: Sequence[int], low: int, high: int) -> None:
     bad = [i for i in ids if not low <= i < high]
     if bad:
-        raise StepRejected(f"{kind} {bad[0]} is outside {low}..{high - 1}")
+        raise StepRejected(f"{kind} {', '.join(map(str, bad))} is outside {low}..{high - 1}")

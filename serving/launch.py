@@ -5,6 +5,7 @@ This is the one place where settings left open get their values. Importing it is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -110,7 +111,7 @@ def _device_executor(config: ServeConfig, model_config: K3Config, folder: pathli
         weights = draw(jax.random.key(config.seed))
     else:
         weights = fill(checkpoint, model_config, dtype, mesh, parallel)
-    sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0], weights)
+    sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0])
     ops, kernels = dispatch.choose(platform)
     program = StepProgram(
         config=model_config,
@@ -139,9 +140,11 @@ def _device_executor(config: ServeConfig, model_config: K3Config, folder: pathli
 
 
 def _prepare_environment(config: ServeConfig) -> None:
-    """Settings that jax reads when its backend starts; the user's own environment wins."""
-    fraction = 0.9 if config.memory_fraction is None else config.memory_fraction
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(fraction))
+    """Settings that jax reads when its backend starts. The user's own environment wins over what no flag says."""
+    if config.memory_fraction is None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    else:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.memory_fraction)
 
 
 def _prepare_jax(config: ServeConfig) -> None:
@@ -150,10 +153,13 @@ def _prepare_jax(config: ServeConfig) -> None:
     if config.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     if config.tp * config.dcp > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", config.tp * config.dcp)  # means nothing where there is a GPU
-    cache = pathlib.Path(config.compile_cache) if config.compile_cache else _default_cache()
-    cache.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+        # Means nothing on a GPU, and comes too late where the process uses jax already: then the mesh decides.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", config.tp * config.dcp)
+    if config.compile_cache or not jax.config.jax_compilation_cache_dir:  # the user's own environment may name one
+        cache = pathlib.Path(config.compile_cache) if config.compile_cache else _default_cache()
+        cache.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -169,6 +175,8 @@ def _parallel(config: ServeConfig, model_config: K3Config, mesh: Any) -> Any:
     from k3jax.sharding.mesh import parallel_of
 
     degree = mesh.size
+    if config.shard_latents == "on" and degree == 1:
+        raise ConfigError("--shard-latents=on has no effect on one device. Leave it out or raise --tp.")
     sliced = model_config.moe_intermediate_size % (MXFP4_GROUP * degree) == 0
     whole = not sliced and model_config.num_experts % degree == 0
     latent_bytes = 2 * model_config.hidden_size * model_config.routed_expert_hidden_size

@@ -35,10 +35,11 @@ class Sizes:
         )
 
 
-def plan_sizes(
-    config: ServeConfig, model_config: K3Config, dtype: Any, parallel: Parallel, device: Any, weights: Any
-) -> Sizes:
-    """Fill in what the settings leave open. Raises `ConfigError` when one request of full length does not fit."""
+def plan_sizes(config: ServeConfig, model_config: K3Config, dtype: Any, parallel: Parallel, device: Any) -> Sizes:
+    """Fill in what the settings leave open, with the weights on the device already.
+
+    Raises `ConfigError` when one request of full length does not fit.
+    """
     on_gpu = device.platform == "gpu"
     rows = config.max_num_seqs or (256 if on_gpu else 32)
     step_tokens = config.max_step_tokens or (8192 if on_gpu else 512)
