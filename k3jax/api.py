@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from k3jax import generate as generation
 from k3jax import model, moe
 from k3jax.checkpoint_reader import open_checkpoint
 from k3jax.config import K3Config
 from k3jax.loading import Progress, compute_dtype, expert_format, fill, is_skipped
 from k3jax.params import ExpertFormat, Tree, abstract
 from k3jax.sharding.collectives import SINGLE, Parallel
-from k3jax.sharding.mesh import parallel_of
+from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.sharding.rules import param_specs
 from k3jax.tokenizer import Tokenizer, load_tokenizer
 
@@ -56,6 +57,53 @@ class Model:
         program = _logits_program(self.config, self.experts, self.mesh, self.parallel)
         out = program(self.params, jnp.asarray(padded))
         return out[:, : ids.shape[-1]].reshape(*ids.shape, out.shape[-1])
+
+    def generate(
+        self,
+        token_ids: Any,
+        max_tokens: int,
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop_token_ids: Collection[int] | None = None,
+    ) -> generation.Generation:
+        """Continue one sequence of ids [T] by at most `max_tokens` tokens, greedily at temperature 0.
+
+        Ends after the first of `stop_token_ids` (default: the configuration's end token; pass () for none), which is
+        the last of the new tokens then. Raises `ValueError` for arguments that cannot be served.
+        """
+        ids = check_ids(token_ids, self.config)
+        if ids.ndim != 1:
+            raise ValueError(f"token_ids has shape {ids.shape}; generate continues one sequence [T] at a time")
+        room = self.config.max_position_embeddings - len(ids)
+        if not 1 <= max_tokens <= room:
+            raise ValueError(f"max_tokens={max_tokens} does not fit: pass 1 to {room} behind {len(ids)} tokens")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature={temperature} must be a number from 0 on")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed={seed} must lie in [0, 2^64)")
+        stops = {self.config.eos_token_id} if stop_token_ids is None else set(stop_token_ids)
+        return generation.generate(
+            self._step_setup,
+            self._step_params,
+            ids.tolist(),
+            max_tokens,
+            temperature=temperature,
+            seed=seed,
+            stop_token_ids=stops,
+        )
+
+    @functools.cached_property
+    def _step_setup(self) -> generation.StepSetup:
+        mesh = make_mesh(1) if self.mesh is None else self.mesh
+        return generation.StepSetup(
+            config=self.config, experts=self.experts, dtype=self.dtype, mesh=mesh, parallel=parallel_of(mesh)
+        )
+
+    @functools.cached_property
+    def _step_params(self) -> Tree:
+        """On a CPU a second copy, layer by layer; elsewhere the stacks themselves."""
+        return self._step_setup.program(1).prepare(self.params)
 
 
 def load(

@@ -13,6 +13,8 @@ from k3jax.config import K3Config
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 TINY8 = DATA / "tiny8_mxfp4"
+# For `jax.jit(compiler_options=)`: compiling a whole model is nearly all of a test's time, running it nothing.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 STORED = {"weight": ml_dtypes.bfloat16, "wide": np.float32, "bytes": np.uint8}
 
 

@@ -3,6 +3,8 @@
 One program serves all tests: both sequences, and the two packed into one row, have the same padded length.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from k3jax import loading, model, moe
 from k3jax.config import K3Config
-from tests.k3jax.golden_data import TINY8, golden_model
+from tests.k3jax.golden_data import QUICK_COMPILE, TINY8, golden_model
 
 LENGTH = 192
 LAYERS = range(8)
@@ -23,7 +25,7 @@ def run():
     config = K3Config.from_file(TINY8)
     params = loading.load_params(TINY8, config, jnp.float32)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
     def program(params, token_ids, segment_ids):
         seen = {}
         routings = []

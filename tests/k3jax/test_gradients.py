@@ -9,7 +9,7 @@ import pytest
 
 from k3jax import loading, model, mxfp4, params
 from k3jax.config import K3Config
-from tests.k3jax.golden_data import TINY8, mini_config, random_params
+from tests.k3jax.golden_data import QUICK_COMPILE, TINY8, mini_config, random_params
 
 # A KDA and an MLA layer, a dense and a sparse block, depth mixes over one, two and three candidates.
 CONFIG = mini_config(num_hidden_layers=2, kda_layers=(0,), mla_layers=(1,), attn_res_block_size=1)
@@ -27,7 +27,7 @@ def loss(values, config=CONFIG, token_ids=TOKENS, segments=SEGMENTS, *, remat: b
 
 @functools.cache
 def gradient():
-    return jax.jit(jax.value_and_grad(loss))
+    return jax.jit(jax.value_and_grad(loss), compiler_options=QUICK_COMPILE)
 
 
 def parameters(dtype):
@@ -46,7 +46,7 @@ def test_gradients_equal_finite_differences_in_float64(x64, in_float64):
     _, gradients = in_float64
     values = parameters(jnp.float64)
     rng = np.random.default_rng(1)
-    value = jax.jit(functools.partial(loss, remat=False))
+    value = jax.jit(functools.partial(loss, remat=False), compiler_options=QUICK_COMPILE)
     step = 1e-6
     for path, slope in params.flatten(gradients):
         if path == ("moe", "router_bias"):

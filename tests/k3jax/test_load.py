@@ -164,6 +164,7 @@ def test_no_module_has_the_name_of_a_public_object():
     assert k3jax.load is k3jax.api.load
 
 
+@pytest.mark.slow
 def test_the_golden_model_loads_and_gives_the_published_logits():
     model = k3jax.load(TINY8)
     assert model.tokenizer is None and model.skipped == () and model.dtype == jnp.float32

@@ -13,7 +13,7 @@ from k3jax.config import ConfigError
 from k3jax.sharding.collectives import SINGLE, Parallel
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.sharding.rules import check_divisible, param_shardings, param_specs
-from tests.k3jax.golden_data import random_params
+from tests.k3jax.golden_data import QUICK_COMPILE, random_params
 
 CONFIG = presets.tiny_mesh()
 TREE = params.abstract(CONFIG)
@@ -39,7 +39,9 @@ def expected():
     """Logits of one device, and the parameters."""
     with jax.enable_x64(True):
         values = in_float64(TREE)
-        logits = jax.jit(lambda p, t: model.forward(p, CONFIG, t, run_experts=moe.routed_experts))(values, TOKENS)
+        logits = jax.jit(
+            lambda p, t: model.forward(p, CONFIG, t, run_experts=moe.routed_experts), compiler_options=QUICK_COMPILE
+        )(values, TOKENS)
         return np.asarray(logits), values
 
 
@@ -52,7 +54,7 @@ def sharded_logits(values, mesh, parallel: Parallel):
         out_specs=PartitionSpec(None, None, parallel.axes),
         check_vma=False,
     )
-    return jax.jit(run)(placed, jnp.asarray(TOKENS))
+    return jax.jit(run, compiler_options=QUICK_COMPILE)(placed, jnp.asarray(TOKENS))
 
 
 @pytest.mark.parametrize(
