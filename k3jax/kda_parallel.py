@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from k3jax.layers import HIGHEST
+from k3jax.triangular import unit_lower_inverse
 
 CHUNK = 32
 LOWEST_LOG_DECAY = -5.0  # below it the exponents of a chunk of 32 leave the range of float32
@@ -47,9 +47,11 @@ def chunked_parallel(
     def split(x):  # [B, T, H, ...] -> [n, B, H, C, ...]; zeros are inert
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         x = x.reshape(x.shape[0], -1, CHUNK, *x.shape[2:])
-        return jnp.transpose(x, (1, 0, 3, 2, *range(4, x.ndim)))
+        return jnp.swapaxes(jnp.moveaxis(x, 3, 2), 0, 1)
 
-    out = _all_chunks(*map(split, (q, k, v, log_decay, beta)), jnp.swapaxes(segments, 0, 1), precision)
+    out = _all_chunks(
+        split(q), split(k), split(v), split(log_decay), split(beta), jnp.swapaxes(segments, 0, 1), precision
+    )
     out = jnp.transpose(out, (1, 0, 3, 2, 4))
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :length]
 
@@ -86,43 +88,3 @@ def _all_chunks(q, k, v, log_decay, beta, segments, precision):
     _, (states, pseudo) = lax.scan(step, empty, (values, keys, kept, k * to_end))
     out = einsum("...ck,...vk->...cv", q * from_state, states)
     return out + einsum("...ij,...jv->...iv", scores_q, pseudo)
-
-
-@jax.custom_vjp
-def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
-    """(I + lower)^-1 for a strictly lower `lower`; C is a power of two.
-
-    Inverses of neighbouring diagonal blocks are joined, [[P, 0], [-Q L P, Q]]. As in forward substitution no power of
-    `lower` is ever formed, so 64 identical keys keep float32 accuracy.
-    """
-    size = lower.shape[-1]
-    inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
-    width = 1
-    while width < size:
-        tiles = lower.reshape(*lower.shape[:-2], size // (2 * width), 2 * width, size // (2 * width), 2 * width)
-        own = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)[..., width:, :width]
-        top, bottom = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_matmul(_matmul(bottom, own), top)
-        upper = jnp.concatenate([top, jnp.zeros_like(top)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, bottom], axis=-1)], axis=-2)
-        width *= 2
-    return inverse[..., 0, :, :]
-
-
-def _matmul(a, b):
-    if a.shape[-1] <= 8:  # a GPU's batched products are slow for so many so small ones; this fuses
-        return jnp.sum(a[..., :, :, None] * b[..., None, :, :], axis=-2)
-    return jnp.einsum("...ij,...jk->...ik", a, b, precision=HIGHEST)
-
-
-def _inverse_forward(lower):
-    inverse = unit_lower_inverse(lower)
-    return inverse, inverse
-
-
-def _inverse_backward(inverse, gradient):
-    transposed = jnp.swapaxes(inverse, -1, -2)
-    return (jnp.tril(-_matmul(_matmul(transposed, gradient), transposed), -1),)
-
-
-unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -134,7 +134,7 @@ def optimizer(config: K3Config, optimization: Optimization) -> optax.GradientTra
         stacked = len(path) > 1 and path[0] != "out_res"
         axes = len(spec.shape) - (1 if stacked else 0)
         matrix = spec.kind == "weight" and axes >= 2 and path[-1] != "embed"
-        return tuple(matrix for _ in range(spec.shape[0])) if stacked else matrix
+        return tuple([matrix] * spec.shape[0]) if stacked else matrix
 
     adam = optax.scale_by_adam(b1=optimization.beta1, b2=optimization.beta2, eps=optimization.epsilon)
     return optax.chain(

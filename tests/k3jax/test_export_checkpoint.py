@@ -84,10 +84,8 @@ def test_the_configuration_reads_back_and_describes_the_quantisation(folder: Pat
     written = json.loads((folder / "config.json").read_text())
     reference = json.loads((DATA / "tiny8_mxfp4" / "config.json").read_text())
     assert written["text_config"]["quantization_config"] == reference["text_config"]["quantization_config"]
-    assert json.loads((folder / "generation_config.json").read_text()) == {
-        "max_length": 4096,
-        "eos_token_id": CONFIG.eos_token_id,
-    }
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"max_length": 4096, "eos_token_id": CONFIG.eos_token_id}
 
 
 def test_packed_experts_decode_exactly_to_what_training_computed_with(params: Tree) -> None:

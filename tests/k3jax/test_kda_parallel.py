@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from k3jax import kda
-from k3jax.kda_parallel import chunked_parallel, unit_lower_inverse
+from k3jax.kda_parallel import chunked_parallel
 
 B, T, H, K = 2, 75, 2, 16
 
@@ -59,21 +59,3 @@ def test_gates_at_the_floor_give_finite_values_and_gradients_in_float32():
     assert all(bool(jnp.all(jnp.isfinite(g))) for g in gradients)
     segments = jnp.zeros((B, T), jnp.int32)
     np.testing.assert_allclose(chunked_parallel(*arrays), reference(*arrays, segments), rtol=2e-4, atol=2e-6)
-
-
-def test_the_inverse_of_identical_keys_keeps_float32_accuracy():
-    """D02: with all keys equal and beta 1 the powers of the matrix reach 1e17, its inverse has entries 0, 1 and -1."""
-    lower = jnp.tril(jnp.ones((64, 64), jnp.float32), -1)
-    exact = np.eye(64) - np.eye(64, k=-1)
-    np.testing.assert_allclose(unit_lower_inverse(lower), exact, atol=1e-5)
-
-
-def test_the_inverse_has_the_gradient_of_a_triangular_solve(x64):
-    lower = jnp.tril(jnp.asarray(np.random.default_rng(4).standard_normal((3, 8, 8))), -1)
-    weight = jnp.asarray(np.random.default_rng(5).standard_normal((3, 8, 8)))
-
-    def through(inverse):
-        return jnp.tril(jax.grad(lambda a: jnp.sum(weight * inverse(a)))(lower), -1)
-
-    eye = jnp.broadcast_to(jnp.eye(8), (3, 8, 8))
-    np.testing.assert_allclose(through(unit_lower_inverse), through(lambda a: kda.solve_unit_lower(a, eye)), rtol=1e-9)
