@@ -1,7 +1,7 @@
 """What one step uploads: deltas to the row state and the packed batch, as one int32 vector.
 
-A program is a `StepShape`: row lanes x prefill tokens. Lanes hold the decode rows first, then the rows of the chunks; the
-token axis holds one decode token per lane (padding included), then the chunks' tokens, packed.
+A program is a `StepShape`: row lanes x prefill tokens. Lanes hold the decode rows first, then the rows of the chunks;
+the token axis holds one decode token per lane (padding included), then the chunks' tokens, packed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from jax import lax
 
 from k3jax import kda
 from k3jax.cache import PAGE_SIZE
+
+MAX_TILE = 2048  # prefill tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,10 +37,14 @@ class StepShape:
 
     @property
     def token_tile(self) -> int:
-        """Tokens per visit of the per-token blocks: a quarter of the bucket, so padding costs at most that much."""
+        """Tokens per visit of the per-token blocks: a quarter of the bucket, at most `MAX_TILE` and the rows.
+
+        Every visit reads the weights again, and the last one may be mostly padding: with buckets of 512, 2048 and the
+        budget, the smallest filling of the larger two costs at most twice what its exact size would.
+        """
         if not self.prefill_tokens:
             return self.rows if self.rows <= 8 else max(8, self.rows // 4)
-        return -(-(self.rows + self.prefill_tokens // 4) // 8) * 8
+        return -(-(self.rows + min(self.prefill_tokens // 4, MAX_TILE)) // 8) * 8
 
     def _in_tiles(self, tokens: int) -> int:
         return -(-tokens // self.token_tile) * self.token_tile
