@@ -131,7 +131,7 @@ def optimizer(config: K3Config, optimization: Optimization) -> optax.GradientTra
     specs = abstract(config, "bf16")
 
     def decays(path: tuple[str, ...], spec: ParamSpec) -> Any:
-        stacked = len(path) > 1 and path[0] != "out_res"
+        stacked = spec.axes[0] == "layers"
         axes = len(spec.shape) - (1 if stacked else 0)
         matrix = spec.kind == "weight" and axes >= 2 and path[-1] != "embed"
         return tuple([matrix] * spec.shape[0]) if stacked else matrix
