@@ -1,26 +1,18 @@
 """However a sequence is cut, packed, bucketed or decoded, the step gives what one whole pass gives.
 
-In float64, where rounding cannot hide a mistake; once in float32, away from router ties.
+In float64, where rounding cannot hide a mistake. `test_step_float32` does some of it in float32.
 """
 
-from unittest import mock
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
-from k3jax import model, moe, params
 from tests.k3jax.golden_data import random_params
 from tests.step.driver import Chunk, Request, Session, assert_close
-from tests.step.models import DECODE, MIXED, SMALL, hybrid, hybrid4, prompt
+from tests.step.models import CUTS, DECODE, MIXED, SMALL, hybrid, hybrid4, prompt
+from tests.step.reference import whole_pass
 
 LENGTH = 130
-CUTS = (1, 2, 3, 4, 63, 64, 65, 127, 129)
 ATOL = 1e-9
-FLOAT32_ATOL = 5e-4
-MIN_MARGIN = 1e-4
 TOKENS = prompt(seed=0, length=LENGTH)
 
 
@@ -29,33 +21,9 @@ def request() -> Request:
 
 
 @pytest.fixture(scope="module")
-def whole_pass():
-    """Log-probabilities [T, X] and smallest router margin of `model.forward` in float64."""
-    config = hybrid4()
-    k = config.num_experts_per_token
-    select = moe.select
-
-    @jax.jit
-    def run(values, token_ids):
-        margins = []
-
-        def observed(logits, bias, config):
-            best = lax.top_k(jax.nn.sigmoid(logits) + bias, k + 1)[0]
-            margins.append(jnp.min(best[:, k - 1] - best[:, k]))
-            return select(logits, bias, config)
-
-        with mock.patch.object(moe, "select", observed):
-            logits = model.forward(values, config, token_ids)[0]
-        return jax.nn.log_softmax(logits), jnp.min(jnp.stack(margins))
-
-    with jax.enable_x64(True):
-        drawn = dict(params.flatten(random_params(config)))
-        values = params.map_tree(
-            lambda path, spec: np.asarray(drawn[path], spec.dtype(np.float64)), params.abstract(config)
-        )
-        logprobs, margin = jax.device_get(run(values, np.asarray([TOKENS])))
-    assert logprobs.dtype == np.float64
-    return logprobs, float(margin)
+def logprobs():
+    """Of every position, by `model.forward`."""
+    return whole_pass(hybrid4(), random_params(hybrid4()), TOKENS)[0]
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +33,17 @@ def one_shot():
     return session.prefill(one, TOKENS), session.state(one)
 
 
-def test_one_prefill_gives_the_distribution_of_the_whole_pass(one_shot, whole_pass):
-    np.testing.assert_allclose(one_shot[0].logprobs, whole_pass[0][-1], rtol=0, atol=ATOL)
+def test_one_prefill_gives_the_distribution_of_the_whole_pass(one_shot, logprobs):
+    np.testing.assert_allclose(one_shot[0].logprobs, logprobs[-1], rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_prompt_may_be_cut_anywhere(one_shot, whole_pass, cut):
+def test_a_prompt_may_be_cut_anywhere(one_shot, logprobs, cut):
     """D03. The first piece also samples, which shows the distribution at the cut."""
     session, one = Session(hybrid(), MIXED), request()
     first = session.step(chunks=[Chunk(request=one, tokens=TOKENS[:cut])])[one.row]
     last = session.step(chunks=[Chunk(request=one, tokens=TOKENS[cut:])])[one.row]
-    np.testing.assert_allclose(first.logprobs, whole_pass[0][cut - 1], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(first.logprobs, logprobs[cut - 1], rtol=0, atol=ATOL)
     np.testing.assert_allclose(last.logprobs, one_shot[0].logprobs, rtol=0, atol=ATOL)
     assert last.token == one_shot[0].token
     assert_close(session.state(one), one_shot[1], ATOL)
@@ -92,10 +60,10 @@ def decode_all(prefilled: int) -> tuple[list, Session, Request]:
 
 
 @pytest.mark.parametrize("prefilled", [1, 40, 64])
-def test_prefill_then_decode_equals_one_prefill(one_shot, whole_pass, prefilled):
+def test_prefill_then_decode_equals_one_prefill(one_shot, logprobs, prefilled):
     """Every position's distribution, and the state at the end."""
     lanes, session, one = decode_all(prefilled)
-    np.testing.assert_allclose([lane.logprobs for lane in lanes], whole_pass[0][prefilled - 1 :], rtol=0, atol=ATOL)
+    np.testing.assert_allclose([lane.logprobs for lane in lanes], logprobs[prefilled - 1 :], rtol=0, atol=ATOL)
     assert_close(session.state(one), one_shot[1], ATOL)
 
 
@@ -143,36 +111,3 @@ def test_rows_decoding_together_equal_each_alone(one_shot):
             assert lanes[one.row].token == lane.token
             np.testing.assert_allclose(lanes[one.row].logprobs, lane.logprobs, rtol=0, atol=ATOL)
         assert_close(together.state(packed_request), alone.state(one), ATOL)
-
-
-@pytest.fixture(scope="module")
-def float32_one_shot(whole_pass):
-    """In float32; the sequence has no router near-tie."""
-    assert whole_pass[1] > MIN_MARGIN
-    session, one = Session(hybrid("float32"), MIXED), request()
-    return session.prefill(one, TOKENS), session.state(one)
-
-
-def test_float32_gives_the_distribution_of_the_float64_pass(float32_one_shot, whole_pass):
-    np.testing.assert_allclose(float32_one_shot[0].logprobs, whole_pass[0][-1], rtol=0, atol=FLOAT32_ATOL)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_float32_prompt_may_be_cut_anywhere(float32_one_shot, whole_pass, cut):
-    """D03."""
-    session, one = Session(hybrid("float32"), MIXED), request()
-    first = session.step(chunks=[Chunk(request=one, tokens=TOKENS[:cut])])[one.row]
-    last = session.step(chunks=[Chunk(request=one, tokens=TOKENS[cut:])])[one.row]
-    np.testing.assert_allclose(first.logprobs, whole_pass[0][cut - 1], rtol=0, atol=FLOAT32_ATOL)
-    np.testing.assert_allclose(last.logprobs, float32_one_shot[0].logprobs, rtol=0, atol=FLOAT32_ATOL)
-    assert_close(session.state(one), float32_one_shot[1], FLOAT32_ATOL)
-
-
-def test_float32_prefill_then_decode_equals_one_prefill(float32_one_shot, whole_pass):
-    session, one = Session(hybrid("float32"), MIXED), request()
-    forced = [*TOKENS[100:], 0]
-    lanes = [session.step(chunks=[Chunk(request=one, tokens=TOKENS[:100])], force={one.row: forced[0]})]
-    lanes += [session.step([one], force={one.row: token}) for token in forced[1:]]
-    got = [lane[one.row].logprobs for lane in lanes]
-    np.testing.assert_allclose(got, whole_pass[0][99:], rtol=0, atol=FLOAT32_ATOL)
-    assert_close(session.state(one), float32_one_shot[1], FLOAT32_ATOL)
