@@ -91,6 +91,7 @@ def _train_and_write(config, rows, training, args: argparse.Namespace, start: fl
     from k3jax.train import newest_step, train
     from k3jax.train_report import MetricsFile, draw_curve
 
+    logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells every step of every save
     args.out.mkdir(parents=True, exist_ok=True)
     device = jax.devices()[0].device_kind
     run = {"training": dataclasses.asdict(training), "rows": list(rows.tokens.shape), "device": device}
