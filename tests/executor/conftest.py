@@ -1,4 +1,4 @@
-"""One compiled executor for the whole session: four programs, float64, 16 rows."""
+"""One compiled executor for the whole session: two programs, float64, 8 rows."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.executor.device import device_executor
 
 @pytest.fixture(scope="session")
 def shared_executor() -> Iterator[DeviceExecutor]:
-    executor = device_executor(num_rows=16)
+    executor = device_executor(num_rows=8)
     yield executor
     executor.close()
 

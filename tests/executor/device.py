@@ -76,7 +76,7 @@ def device_executor(tp: int = 1, *, num_rows: int, **parallel_options: bool) -> 
 
 
 class Borrowed:
-    """An executor that outlives its user: `close` leaves it empty. `changes` make it smaller than the programs allow."""
+    """An executor that outlives its user: `close` leaves it empty. `changes` make it smaller than it is."""
 
     def __init__(self, executor: DeviceExecutor, **changes: int) -> None:
         self.executor = executor

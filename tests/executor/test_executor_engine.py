@@ -24,9 +24,7 @@ def mixed_requests(count=16, max_tokens=12):
 def test_sixteen_requests_at_once_get_exactly_the_answers_of_each_alone(executor):
     requests = mixed_requests()
     together = run(executor, requests)
-    assert together.tokens == alone(executor, requests[::3]) | {
-        r.request_id: together.tokens[r.request_id] for i, r in enumerate(requests) if i % 3
-    }
+    assert together.tokens == alone(executor, requests)
     assert together.loop.stats().steps_total < 60
     assert {delta.finish_reason for delta in together.last.values()} == {"length"}
 
@@ -55,9 +53,9 @@ def test_sixteen_client_threads_get_exactly_the_answers_of_one(executor):
 
 def test_a_preempted_request_gets_the_tokens_of_an_undisturbed_run(executor):
     """D21."""
-    requests = [request("a", 100, 50), request("b", 90, 60, SAMPLED), request("c", 70, 40)]
+    requests = [request("a", 100, 50), request("b", 90, 60, SAMPLED), request("c", 20, 40)]
     expected = alone(executor, requests)
-    tight = run(Borrowed(executor, num_pages=6), requests)
+    tight = run(Borrowed(executor, num_pages=5), requests)
     assert tight.loop.stats().preemptions_total > 0
     assert tight.tokens == expected
 
@@ -65,11 +63,8 @@ def test_a_preempted_request_gets_the_tokens_of_an_undisturbed_run(executor):
 def test_penalties_count_what_was_generated_before_a_preemption(executor):
     """D21: prompt and output tokens count differently, and both are prefilled again."""
     requests = [request("a", 100, 50, PENALISED), request("b", 90, 60, PENALISED)]
-    tight = Borrowed(executor, num_pages=5)
-    disturbed = run(tight, requests)
+    disturbed = run(Borrowed(executor, num_pages=5), requests)
     assert disturbed.loop.stats().preemptions_total > 0
-    again = [a for plan in tight.plans[1:] for a in plan.admitted if plan.chunks[0].start == 0]
-    assert any(a.num_prompt_tokens in (100, 90) for a in again)
     assert disturbed.tokens == alone(executor, requests)
 
 
@@ -118,9 +113,7 @@ def test_a_row_forgets_the_features_of_its_last_request(executor):
 
 def test_each_request_gets_as_many_logprobs_as_it_asked_for(executor):
     counts = {"none": None, "chosen": 0, "three": 3, "twenty": 20}
-    requests = [
-        request(name, 30, 5, SamplingParams(temperature=0.0, logprobs=count)) for name, count in counts.items()
-    ]
+    requests = [request(name, 30, 5, SamplingParams(temperature=0.0, logprobs=count)) for name, count in counts.items()]
     result = run(executor, requests)
     assert {name: [len(entry.top) for entry in result.logprobs[name]] for name in counts} == {
         "none": [],

@@ -1,0 +1,169 @@
+"""From flags to an engine: every flag that start-up consumes changes something or is refused (D68)."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax import params
+from serving import launch
+from serving.config import ConfigError, ServeConfig
+from serving.fake_executor import FakeExecutor
+from serving.run import main
+from tests.executor.device import CONFIG
+from tests.k3jax.golden_data import TINY8, random_params, random_tensors, write_checkpoint
+
+TREE = params.abstract(CONFIG)
+
+
+class Captured(FakeExecutor):
+    """Stands in for the compiled programs: keeps what it was built from."""
+
+    def __init__(self, program, weights, limits, *, kernels=(), progress=None):
+        super().__init__(limits)
+        self.program, self.weights, self.kernels = program, weights, kernels
+
+
+@pytest.fixture(autouse=True)
+def restored_settings(monkeypatch):
+    """Start-up changes settings of the process: jax's, and an environment variable."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    names = ("jax_enable_x64", "jax_compilation_cache_dir", "jax_default_prng_impl")
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A checkpoint of `CONFIG`."""
+    return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", CONFIG, random_tensors(CONFIG))
+
+
+def build(monkeypatch, folder, **flags) -> Captured:
+    built = []
+
+    class Remembered(Captured):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **keywords)
+            built.append(self)
+
+    monkeypatch.setattr("serving.executor.DeviceExecutor", Remembered)
+    engine, tokenizer, _ = launch.build_engine(ServeConfig(model=str(folder), **flags))
+    engine.shutdown(0.0)
+    assert tokenizer is None
+    return built[0]
+
+
+def test_dummy_weights_need_a_configuration_only_and_depend_on_the_seed(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_hf()))
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # compiles three times as fast
+    first, again, other = (
+        dict(params.flatten(build(monkeypatch, tmp_path, load_format="dummy", seed=seed).weights)) for seed in (1, 1, 2)
+    )
+    assert {p: leaf.shape for p, leaf in first.items()} == {p: s.shape for p, s in params.flatten(TREE)}
+    np.testing.assert_array_equal(first["embed",], again["embed",])
+    assert (first["embed",] != other["embed",]).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("auto", jnp.float32), ("bfloat16", jnp.bfloat16), ("float64", jnp.float64)]
+)
+def test_the_dtype_reaches_weights_and_program(monkeypatch, folder, name, dtype):
+    executor = build(monkeypatch, folder, dtype=name)
+    assert executor.program.dtype == dtype
+    assert dict(params.flatten(executor.weights))["embed",].dtype == dtype
+
+
+def test_sizes_reach_pools_and_limits(monkeypatch, folder):
+    flags = {"max_num_seqs": 3, "max_step_tokens": 96, "max_model_len": 300, "num_pages": 12, "num_slots": 3}
+    executor = build(monkeypatch, folder, **flags)
+    limits, shape = executor.limits, executor.program.cache_shape
+    assert (limits.num_rows, limits.max_step_tokens, limits.max_model_len) == (3, 96, 300)
+    assert (limits.num_pages, limits.num_slots) == (shape.num_pages, shape.num_slots) == (12, 3)
+    assert limits.vocab_size == CONFIG.vocab_size
+
+
+def test_tp_makes_the_mesh_and_places_the_weights(monkeypatch, folder):
+    executor = build(monkeypatch, folder, tp=4)
+    assert executor.program.mesh.shape == {"tp": 4, "dcp": 1}
+    embedding = dict(params.flatten(executor.weights))["embed",]
+    assert embedding.sharding.shard_shape(embedding.shape) == (128, 128)
+    assert not executor.program.parallel.whole_experts
+
+
+@pytest.mark.parametrize(("flag", "expected"), [("on", True), ("off", False), ("auto", False)])
+def test_shard_latents_reaches_the_program(monkeypatch, folder, flag, expected):
+    assert build(monkeypatch, folder, tp=2, shard_latents=flag).program.parallel.shard_latents is expected
+
+
+def test_experts_stay_whole_where_their_width_does_not_divide(monkeypatch, tmp_path):
+    narrow = dataclasses.replace(CONFIG, moe_intermediate_size=64)
+    folder = write_checkpoint(tmp_path / "narrow", narrow, random_tensors(narrow))
+    assert build(monkeypatch, folder, tp=4).program.parallel.whole_experts
+
+
+def test_the_compile_cache_goes_where_the_flag_says_and_else_where_the_user_has_it(monkeypatch, folder, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    build(monkeypatch, folder)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
+    build(monkeypatch, folder, compile_cache=str(tmp_path / "flag"))
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "flag")
+    assert (tmp_path / "flag").is_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    build(monkeypatch, folder)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "home" / "k3jax" / "programs")
+
+
+def test_the_memory_fraction_beats_the_environment_and_is_refused_on_a_cpu(monkeypatch, folder):
+    with pytest.raises(ConfigError, match="--memory-fraction works on a GPU only"):
+        build(monkeypatch, folder, memory_fraction=0.25)
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.25"
+
+
+def test_without_a_flag_the_environment_decides_the_memory_fraction(monkeypatch, folder):
+    build(monkeypatch, folder)
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tp": 3}, r"degree 3 .*does not divide this model.*Nearest degrees that do: 2, 4"),
+        ({"tp": 16}, r"tp=16 x dcp=1 needs 16 devices, this process has 8"),
+        ({"shard_latents": "on"}, r"--shard-latents=on has no effect on one device"),
+        ({"max_model_len": 5000}, r"--max-model-len=5000 exceeds the model's limit"),
+        ({"num_pages": 3, "max_model_len": 1000}, r"not enough memory for one request: 1000 tokens need 16 pages"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_fix(monkeypatch, folder, flags, words):
+    """D55, D68."""
+    with pytest.raises(ValueError, match=words):
+        build(monkeypatch, folder, **flags)
+
+
+def test_a_checkpoint_reaches_the_executor_as_it_is_stored(monkeypatch, folder):
+    executor = build(monkeypatch, folder)
+    assert executor.program.config == CONFIG and executor.program.unstacked
+    weights, expected = dict(params.flatten(executor.weights)), dict(params.flatten(random_params(CONFIG)))
+    for path in (("embed",), ("moe", "w13_packed"), ("kda", "a_log")):
+        np.testing.assert_array_equal(weights[path], expected[path])
+    assert [choice.backend for choice in executor.kernels] == ["xla"] * 5
+
+
+def test_a_missing_shard_is_one_line_and_exit_2(tmp_path, caplog):
+    shutil.copytree(TINY8, tmp_path / "model")
+    (tmp_path / "model" / "model-00005-of-000009.safetensors").unlink()
+    status = main(["--model", str(tmp_path / "model"), "--port", "0", "--compile-cache", str(tmp_path / "cache")])
+    assert status == 2
+    (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "model-00005-of-000009.safetensors" in error
+    assert "\n" not in error

@@ -1,0 +1,102 @@
+"""How memory is split, on stand-in devices that only report numbers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from k3jax import cache, presets
+from k3jax.sharding.collectives import SINGLE, Parallel
+from serving.config import ConfigError, ServeConfig
+from serving.sizing import CPU_POOL_BYTES, plan_sizes
+
+CONFIG = presets.tiny_mesh()
+PAGE_BYTES, SLOT_BYTES = cache.pool_bytes(CONFIG, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """What sizing asks of a device."""
+
+    platform: str = "cpu"
+    bytes_limit: int = 0
+    bytes_in_use: int = 0
+
+    def memory_stats(self):
+        return {"bytes_limit": self.bytes_limit, "bytes_in_use": self.bytes_in_use}
+
+
+def sizes(device=None, parallel=SINGLE, model=CONFIG, **flags):
+    return plan_sizes(ServeConfig(**flags), model, jnp.float32, parallel, device or Device())
+
+
+def test_defaults_differ_between_a_cpu_and_a_gpu():
+    cpu = sizes()
+    gpu = sizes(Device(platform="gpu", bytes_limit=10**10))
+    assert (cpu.cache_shape.num_rows, cpu.max_step_tokens) == (32, 512)
+    assert (gpu.cache_shape.num_rows, gpu.max_step_tokens) == (256, 8192)
+    assert cpu.max_model_len == gpu.max_model_len == CONFIG.max_position_embeddings
+
+
+def test_every_flag_is_taken_as_given():
+    got = sizes(max_num_seqs=5, max_step_tokens=100, max_model_len=200, num_pages=30, num_slots=4)
+    shape = got.cache_shape
+    assert (shape.num_rows, shape.num_pages, shape.num_slots) == (5, 30, 4)
+    assert (got.max_step_tokens, got.max_model_len) == (100, 200)
+    assert "29 pages = 1856 tokens, 3 slots; 5 requests at once, 200 tokens each" in got.describe()
+
+
+def test_every_row_gets_a_slot_and_its_page_table_holds_the_longest_request():
+    got = sizes(max_num_seqs=5)
+    assert got.cache_shape.num_slots == 6
+    assert got.cache_shape.pages_per_row * 64 >= got.max_model_len
+
+
+def test_a_gpu_gives_what_weights_slots_and_workspace_leave_to_pages():
+    device = Device(platform="gpu", bytes_limit=150_000_000, bytes_in_use=100_000_000)
+    got = sizes(device, max_num_seqs=64)
+    used = got.cache_shape.num_pages * PAGE_BYTES + 65 * SLOT_BYTES + 100_000_000
+    assert 0.92 * 150_000_000 - PAGE_BYTES < used <= 0.92 * 150_000_000
+    divided = sizes(device, Parallel(axes=("tp", "dcp"), sizes=(4, 1)), max_num_seqs=64)
+    saved = 65 * SLOT_BYTES * 3 // 4  # KDA states are divided over the ranks, pages are not
+    assert divided.cache_shape.num_pages - got.cache_shape.num_pages == pytest.approx(saved / PAGE_BYTES, abs=2)
+
+
+def test_no_more_pages_are_made_than_all_rows_can_use():
+    roomy = Device(platform="gpu", bytes_limit=10**12)
+    assert sizes(roomy, max_num_seqs=2, max_model_len=640).cache_shape.num_pages == 2 * 10 + 1
+
+
+def test_the_model_length_shrinks_to_the_pages_unless_it_was_asked_for():
+    assert sizes(num_pages=9).max_model_len == 512
+    with pytest.raises(ConfigError, match="not enough memory for one request: 513 tokens need 9 pages"):
+        sizes(num_pages=9, max_model_len=513)
+    assert sizes(num_pages=9, max_model_len=512).max_model_len == 512
+
+
+def test_a_full_device_is_refused():
+    full = Device(platform="gpu", bytes_limit=10**9, bytes_in_use=10**9)
+    with pytest.raises(ConfigError, match=r"not enough memory for one request.*, 0 fit.*--num-pages"):
+        sizes(full)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"max_model_len": 4097}, "--max-model-len=4097 exceeds the model's limit. Use at most 4096."),
+        ({"max_step_tokens": 63}, "--max-step-tokens=63 is below the chunk grid. Use at least 64."),
+        ({"memory_fraction": 0.5}, "--memory-fraction works on a GPU only"),
+    ],
+)
+def test_a_flag_that_cannot_work_is_refused(flags, words):
+    """D68."""
+    with pytest.raises(ConfigError) as error:
+        sizes(**flags)
+    assert words in str(error.value)
+
+
+def test_the_pool_of_a_cpu_is_bounded():
+    large = dataclasses.replace(CONFIG, max_position_embeddings=2**23)
+    got = sizes(model=large)
+    assert got.cache_shape.num_pages == CPU_POOL_BYTES // PAGE_BYTES
+    assert got.max_model_len == (got.cache_shape.num_pages - 1) * 64
