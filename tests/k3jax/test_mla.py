@@ -41,14 +41,12 @@ def test_a_segment_sees_only_itself(layer):
 
 def test_the_absorbed_form_over_cached_rows_equals_the_expanded_one(layer):
     projected = mla.project(layer, activations(), CONFIG)
-    key_part, value_part = mla.split_kv_b(layer["kv_b"], CONFIG)
-    query = mla.absorb_query(projected.q, key_part, CONFIG)
+    query = mla.absorb_query(projected.q, layer["kv_b"], CONFIG)
     scores = jnp.einsum("bthl,bsl->bhts", query, projected.latent)
     causal = np.tril(np.ones((LENGTH, LENGTH), bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
     latent = jnp.einsum("bhts,bsl->bthl", weights, projected.latent[..., : CONFIG.kv_lora_rank])
-    values = jnp.einsum("bthl,hvl->bthv", latent, value_part)
-    absorbed = mla.gate_output(values, projected.gate)
+    absorbed = mla.gate_output(mla.unabsorb_values(latent, layer["kv_b"], CONFIG), projected.gate)
     np.testing.assert_allclose(absorbed, mla.attend(projected, layer["kv_b"], CONFIG), rtol=0, atol=1e-12)
 
 
