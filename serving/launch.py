@@ -21,7 +21,7 @@ from serving.core.types import ExecutorLimits
 from serving.engine import Engine
 
 logger = logging.getLogger(__name__)
-DEMO_FOLDER = pathlib.Path(__file__).resolve().parent.parent / "demo" / "model"
+DEMO_FOLDER = pathlib.Path(__file__).resolve().parent.parent / "demo"
 Progress = Callable[[str], None]
 
 
