@@ -1,0 +1,363 @@
+"""`python -m serving.bench`: measure a running server from outside, as a client sees it.
+
+Closed loop: at concurrency C, C clients stream chat completions, and each sends its next request when its last one has
+ended. Any server with OpenAI's API can be measured; this module imports nothing of ours. Not here: open-loop arrival
+rates, and figures of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx  # in the development group, so that a server installs without it
+
+_COUNTRIES = (
+    "Argentina Australia Austria Bangladesh Belgium Brazil Canada Chile China Colombia Denmark Egypt Ethiopia Finland "
+    "France Germany Ghana Greece Hungary India Indonesia Iran Iraq Ireland Italy Japan Kenya Mexico Morocco Nepal "
+    "Nigeria Norway Pakistan Peru Poland Portugal Romania Russia Spain Sweden Turkey Uganda Ukraine Vietnam"
+)
+_QUESTIONS = (
+    "What is the capital of {}?",
+    "What is the currency of {}?",
+    "Where is {}?",
+    "How many people live in {}?",
+)
+PROMPTS = tuple(question.format(country) for question in _QUESTIONS for country in _COUNTRIES.split())
+# Above this share of a core the client, not the server, may set the pace.
+_BUSY_CLIENT = 0.8
+
+
+class BenchError(Exception):
+    """Nothing can be measured; the message is one line for the user."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What to send. `num_requests` and `max_seconds` bound each concurrency level."""
+
+    url: str = "http://127.0.0.1:8000"
+    model: str | None = None
+    concurrency: tuple[int, ...] = (1, 16)
+    num_requests: int = 64
+    max_tokens: int = 128
+    max_seconds: float = 300.0
+    ignore_eos: bool = False
+    prompts: tuple[str, ...] = PROMPTS
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise BenchError(f"--url={self.url!r} is no HTTP address. Give one like http://127.0.0.1:8000.")
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise BenchError(f"--concurrency={self.concurrency} must be positive numbers. Give some, as in 1,16.")
+        for name, value in (
+            ("requests", self.num_requests),
+            ("max-tokens", self.max_tokens),
+            ("max-seconds", self.max_seconds),
+        ):
+            if not value > 0:
+                raise BenchError(f"--{name}={value} measures nothing. Give a positive number.")
+        if not self.prompts:
+            raise BenchError("--prompts has no line with text. Give a file with one prompt a line.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One streamed answer: when its tokens arrived, in seconds after the request was sent."""
+
+    num_tokens: int
+    arrivals_s: tuple[float, ...]
+    latency_s: float
+
+    @property
+    def gaps_s(self) -> Iterator[float]:
+        """Seconds between pieces. A piece is one token where the server sends token ids, else what became text."""
+        return (later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time per output token after the first; None for a single token."""
+        if self.num_tokens < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_tokens - 1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Level:
+    """What one concurrency level gave."""
+
+    concurrency: int
+    replies: list[Reply] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
+    wall_s: float = 0.0
+    client_cpu_s: float = 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """The numbers of this level; those that nothing was measured for are None."""
+        ttfts = [reply.arrivals_s[0] for reply in self.replies]
+        tpots = [value for reply in self.replies if (value := reply.seconds_per_token) is not None]
+        gaps = [gap for reply in self.replies for gap in reply.gaps_s]
+        num_tokens = sum(reply.num_tokens for reply in self.replies)
+        return {
+            "concurrency": self.concurrency,
+            "requests": len(self.replies),
+            "errors": len(self.errors),
+            "wall_s": self.wall_s,
+            "output_tokens": num_tokens,
+            "output_tokens_per_s": num_tokens / self.wall_s if self.replies else None,
+            "ttft_median_s": percentile(ttfts, 0.5),
+            "ttft_p99_s": percentile(ttfts, 0.99),
+            "tpot_median_s": percentile(tpots, 0.5),
+            "tpot_p99_s": percentile(tpots, 0.99),
+            "gap_median_s": percentile(gaps, 0.5),
+            "gap_p99_s": percentile(gaps, 0.99),
+            "latency_median_s": percentile([reply.latency_s for reply in self.replies], 0.5),
+            "client_cpu": self.client_cpu_s / self.wall_s if self.wall_s else None,
+            "first_error": self.errors[0] if self.errors else None,
+        }
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value that `share` of the values do not exceed, interpolated between neighbours; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
+    return below + (above - below) * (place - math.floor(place))
+
+
+async def measure(config: BenchConfig) -> list[Level]:
+    """Send one request to warm up, then measure every concurrency level in turn.
+
+    Raises:
+        BenchError: the server cannot be reached or does not answer the first request.
+    """
+    import httpx
+
+    # No proxy from the environment: it would be measured too. One stalled read may last as long as the level.
+    async with httpx.AsyncClient(
+        base_url=config.url.rstrip("/").removesuffix("/v1"),
+        timeout=config.max_seconds,
+        limits=httpx.Limits(max_connections=None),
+        trust_env=False,
+    ) as client:
+        try:
+            model = config.model or await _served_model(client)
+            await stream_chat(client, _body(config, model, 0))
+        except (httpx.HTTPError, httpx.InvalidURL, BenchError) as error:
+            raise BenchError(f"{config.url} does not answer: {_one_line(error)}") from None
+        return [await measure_level(client, config, model, concurrency) for concurrency in config.concurrency]
+
+
+async def measure_level(client: httpx.AsyncClient, config: BenchConfig, model: str, concurrency: int) -> Level:
+    """Run `config.num_requests` requests; those still running when the time is over count as errors."""
+    import httpx
+
+    level = Level(concurrency=concurrency)
+    numbers = iter(range(config.num_requests))
+    cpu, start = time.process_time(), time.monotonic()
+
+    async def work() -> None:
+        for number in numbers:
+            try:
+                level.replies.append(await stream_chat(client, _body(config, model, number)))
+            except asyncio.CancelledError:
+                level.errors.append(f"unfinished after --max-seconds {config.max_seconds:g}")
+                raise
+            except (httpx.HTTPError, BenchError) as error:
+                level.errors.append(_one_line(error))
+
+    workers = [asyncio.create_task(work()) for _ in range(min(concurrency, config.num_requests))]
+    _, late = await asyncio.wait(workers, timeout=config.max_seconds)
+    for worker in late:
+        worker.cancel()
+    results = await asyncio.gather(*workers, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result  # a mistake of ours
+    level.wall_s, level.client_cpu_s = time.monotonic() - start, time.process_time() - cpu
+    return level
+
+
+async def stream_chat(client: httpx.AsyncClient, body: dict[str, Any]) -> Reply:
+    """Send one request and take the times of its pieces.
+
+    Raises:
+        BenchError: the server refused, broke off, or said nothing.
+    """
+    start = time.monotonic()
+    token_times: list[float] = []
+    text_times: list[float] = []
+    num_tokens, is_whole = 0, False
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise BenchError(f"HTTP {response.status_code}: {_message(await response.aread())}")
+        async for line in response.aiter_lines():
+            now = time.monotonic() - start
+            if not line.startswith("data:"):
+                continue
+            data = line.removeprefix("data:").strip()
+            if data == "[DONE]":
+                is_whole = True
+                break
+            chunk = _chunk(data)
+            num_tokens = chunk.num_tokens or num_tokens
+            if chunk.has_token_ids:
+                token_times.append(now)
+            if chunk.has_text:
+                text_times.append(now)
+    if not is_whole:
+        raise BenchError("the stream ended without [DONE]")
+    arrivals = tuple(token_times or text_times)
+    if not arrivals:
+        raise BenchError("the answer was empty")
+    return Reply(num_tokens=num_tokens or len(arrivals), arrivals_s=arrivals, latency_s=time.monotonic() - start)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    num_tokens: int
+    has_token_ids: bool
+    has_text: bool
+
+
+def _chunk(data: str) -> _Chunk:
+    """Read one event of a stream. Raises `BenchError` for an error event, and for what is no chunk at all."""
+    try:
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise BenchError(_message(data.encode()))
+        choices = chunk.get("choices", ())
+        return _Chunk(
+            num_tokens=(chunk.get("usage") or {}).get("completion_tokens", 0),
+            has_token_ids=any(choice.get("token_ids") for choice in choices),
+            # A role alone is no text: some servers send it before they begin.
+            has_text=any(value for choice in choices for name, value in choice["delta"].items() if name != "role"),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BenchError(f"not an OpenAI stream: {data[:100]}") from None
+
+
+async def _served_model(client: httpx.AsyncClient) -> str:
+    response = await client.get("/v1/models")
+    if response.status_code != 200:
+        raise BenchError(f"GET /v1/models: HTTP {response.status_code}: {_message(response.content)}")
+    try:
+        return response.json()["data"][0]["id"]
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise BenchError("GET /v1/models lists no model. Name one with --model.") from None
+
+
+def _body(config: BenchConfig, model: str, number: int) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": config.prompts[number % len(config.prompts)]}],
+        "temperature": 0,
+        "max_tokens": config.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    return body | {"ignore_eos": True} if config.ignore_eos else body
+
+
+def _message(content: bytes) -> str:
+    """The message of an OpenAI error body, or the body itself."""
+    try:
+        return json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode("utf-8", "replace")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def table(levels: Sequence[dict[str, Any]]) -> str:
+    """Lay the figures out for reading; times in milliseconds, latency in seconds."""
+    head = ("concurrency", "requests", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99", "gap p99", "latency s", "errors")
+    rows = [head]
+    for level in levels:
+        times = ("ttft_median_s", "ttft_p99_s", "tpot_median_s", "tpot_p99_s", "gap_p99_s")
+        rows.append(
+            (
+                str(level["concurrency"]),
+                str(level["requests"]),
+                _number(level["output_tokens_per_s"], 1),
+                *(_number(level[name], 1, 1000) for name in times),
+                _number(level["latency_median_s"], 2),
+                str(level["errors"]),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:.{digits}f}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.bench",
+        description="Measure a running server: tokens per second and latencies of streamed chat completions.",
+    )
+    parser.add_argument("--url", help="the server (default: http://127.0.0.1:8000)")
+    parser.add_argument("--model", help="model name to ask for (default: the first that the server lists)")
+    parser.add_argument("--concurrency", type=_numbers, help="clients at a time, one level each (default: 1,16)")
+    parser.add_argument("--requests", type=int, dest="num_requests", help="requests per level (default: 64)")
+    parser.add_argument("--max-tokens", type=int, help="tokens per answer at most (default: 128)")
+    parser.add_argument("--max-seconds", type=float, help="time per level at most (default: 300)")
+    parser.add_argument("--ignore-eos", action="store_true", help="let every answer go on to --max-tokens")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line (default: country questions)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table. Exit status: 1 when a request failed, 2 when nothing could be measured (one line says why)."""
+    args = build_parser().parse_args(arguments)
+    try:
+        if importlib.util.find_spec("httpx") is None:
+            raise BenchError("serving.bench needs httpx. Install it: pip install httpx")
+        settings = {name: value for name, value in vars(args).items() if value is not None and name != "json"}
+        if args.prompts is not None:
+            lines = args.prompts.read_text(encoding="utf-8").splitlines()
+            settings["prompts"] = tuple(line for line in lines if line.strip())
+        config = BenchConfig(**settings)
+        figures = [level.figures() for level in asyncio.run(measure(config))]
+        if args.json is not None:
+            args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    except (BenchError, OSError, UnicodeDecodeError) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    print(table(figures))
+    print(f"load average here over the last minute: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for level in figures:
+        if config.num_requests < level["concurrency"]:
+            print(f"note: {config.num_requests} requests never keep {level['concurrency']} clients busy")
+        if level["client_cpu"] > _BUSY_CLIENT:
+            print(f"note: at concurrency {level['concurrency']} this client used {level['client_cpu']:.0%} of a core")
+        if level["errors"]:
+            print(f"error at concurrency {level['concurrency']}: {level['first_error']}", file=sys.stderr)
+    return 1 if any(level["errors"] for level in figures) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
