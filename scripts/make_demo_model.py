@@ -1,7 +1,7 @@
 """Make the demo model, one step a subcommand.
 
 `corpus` builds the text, `pack` the vocabulary and the token file, `train` the weights (on a GPU), `export` puts the
-model folder together, `eval` scores a trained model's replies.
+model folder together, `eval` asks a running server the evaluation questions and scores the answers.
 
 The later steps read what the earlier ones left in the work folder (`--out`, git-ignored).
 """
@@ -16,11 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from k3jax.tokenizer import load_tokenizer  # noqa: E402
 from scripts.demo.corpus import build_corpus, write_corpus  # noqa: E402
+from scripts.demo.eval_cmd import add_eval  # noqa: E402
 from scripts.demo.export_cmd import add_export  # noqa: E402
-from scripts.demo.pack import PROMPT_FILE, TOKENIZER_FOLDER, pack_corpus  # noqa: E402
-from scripts.demo.replies import score_replies  # noqa: E402
+from scripts.demo.pack import pack_corpus  # noqa: E402
 from scripts.demo.sources import SourceError, fetch_sources  # noqa: E402
 from scripts.demo.train_cmd import add_train  # noqa: E402
 
@@ -38,16 +37,6 @@ def _pack(args: argparse.Namespace) -> None:
     logger.info("%s", json.dumps(pack_corpus(args.out, args.out / "packed"), indent=1))
 
 
-def _eval(args: argparse.Namespace) -> None:
-    packed = args.out / "packed"
-    scores, texts = score_replies(packed / PROMPT_FILE, args.replies, load_tokenizer(packed / TOKENIZER_FOLDER))
-    (args.out / "scores.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
-    (args.out / "replies.txt").write_text("\n".join(text.replace("\n", " ") for text in texts) + "\n", encoding="utf-8")
-    for name, result in scores.items():
-        if "/" not in name:
-            logger.info("%-20s %5.1f %%  (%d of %d)", name, 100 * result["accuracy"], result["right"], result["total"])
-
-
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="make_demo_model.py", description="Make the demo model, step by step.")
     steps = top.add_subparsers(dest="step", required=True)
@@ -61,10 +50,7 @@ def parser() -> argparse.ArgumentParser:
     pack.set_defaults(run=_pack)
     add_train(steps)
     add_export(steps)
-    score = steps.add_parser("eval", help="score replies to packed/prompts.jsonl: scores.json and replies.txt")
-    score.add_argument("--out", type=Path, default=ROOT / ".cache/demo", help="work folder (default: .cache/demo)")
-    score.add_argument("--replies", type=Path, required=True, help="one JSON list of token ids a line, in prompt order")
-    score.set_defaults(run=_eval)
+    add_eval(steps)
     return top
 
 

@@ -288,7 +288,7 @@ def _one_line(error: BaseException) -> str:
 def table(levels: Sequence[dict[str, Any]]) -> str:
     """Lay the figures out for reading; times in milliseconds, latency in seconds."""
     head = ("concurrency", "requests", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99", "gap p99", "latency s", "errors")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for level in levels:
         times = ("ttft_median_s", "ttft_p99_s", "tpot_median_s", "tpot_p99_s", "gap_p99_s")
         rows.append(

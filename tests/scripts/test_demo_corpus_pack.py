@@ -19,7 +19,6 @@ from scripts.demo.corpus import CorpusSize, build_corpus, write_corpus
 from scripts.demo.documents import Document, Mode, assistant, user
 from scripts.demo.pack import TokenFile, load_encoder, pack_documents, read_token_file, write_token_file
 from scripts.demo.questions import Question, is_right, score
-from scripts.demo.replies import ask_model, read_prompts, score_replies
 from scripts.demo.rows import fill_rows, pack_rows
 from scripts.demo.tokens import DocumentEncoder
 from scripts.make_demo_model import main
@@ -219,36 +218,6 @@ def test_scores_are_counted_per_split_and_kind() -> None:
     assert scores["held_out_country"]["accuracy"] == 1.0
     with pytest.raises(ValueError):
         score(questions, ["a1"])
-
-
-def test_replies_are_scored_by_their_content_and_not_by_their_reasoning(
-    work: Path, tokenizer: Tokenizer, encoder: DocumentEncoder, tmp_path: Path
-) -> None:
-    prompts_file = work / "packed" / "prompts.jsonl"
-    questions, prompts = read_prompts(prompts_file)
-    assert prompts[0] == encoder.prompt(questions[0].question, THINKING)
-    wanted = {tuple(prompt): question for question, prompt in zip(questions, prompts, strict=True)}
-
-    def reply(prompt: list[int], said: str) -> list[int]:
-        answer = wanted[tuple(prompt)].answers[0]
-        messages = [user("?"), assistant(answer if said == "content" else "No idea.", answer, THINKING)]
-        ids, marks = encoder.encode(Document(source="chat", messages=messages, mode=THINKING))
-        return [token_id for token_id, mark in zip(ids, marks, strict=True) if mark]
-
-    for said, accuracy in (("content", 1.0), ("reasoning", 0.0)):
-        path = tmp_path / f"{said}.jsonl"
-        ask_model(prompts, lambda batch, said=said: [reply(prompt, said) for prompt in batch], path, batch=16)
-        scores, _ = score_replies(prompts_file, path, tokenizer)
-        assert {scores[split]["accuracy"] for split in ("train", "held_out_phrasing", "held_out_country")} == {accuracy}
-
-
-def test_too_few_replies_are_an_error_of_one_line(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replies = tmp_path / "replies.jsonl"
-    replies.write_text("[1, 2]\n")
-    assert main(["eval", "--out", str(work), "--replies", str(replies)]) == 2
-    assert "1 replies to" in capsys.readouterr().err
 
 
 def test_packing_without_a_corpus_says_which_step_comes_first(
