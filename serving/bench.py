@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class BenchConfig:
     prompts: tuple[str, ...] = PROMPTS
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        if not _is_address(self.url):
             raise BenchError(f"--url={self.url!r} is no HTTP address. Give one like http://127.0.0.1:8000.")
         if not self.concurrency or min(self.concurrency) < 1:
             raise BenchError(f"--concurrency={self.concurrency} must be positive numbers. Give some, as in 1,16.")
@@ -70,6 +71,14 @@ class BenchConfig:
                 raise BenchError(f"--{name}={value} measures nothing. Give a positive number.")
         if not self.prompts:
             raise BenchError("--prompts has no line with text. Give a file with one prompt a line.")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or out of range
+        return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
