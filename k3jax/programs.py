@@ -51,7 +51,12 @@ class StepProgram:
 
     def prepare(self, tree: Any) -> Any:
         """Loaded (stacked) parameters in the form the step takes; consumes them."""
-        return params.unstack(tree, self.tree) if self.unstacked else tree
+        if not self.unstacked:
+            return tree
+        placed = self._placed(self._param_shapes(), self.param_specs())
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
+        # In a program, because taking a divided array apart outside one gathers it on a single device.
+        return jax.jit(lambda stacks: params.unstack(stacks, self.tree), out_shardings=shardings)(tree)
 
     def function(self, shape: StepShape):
         """The step as a jitted function of (params, pools, rows, packed, extras); pools and rows are donated."""
