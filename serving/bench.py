@@ -1,8 +1,8 @@
 """`python -m serving.bench`: measure a running server from outside, as a client sees it.
 
 Closed loop: at concurrency C, C clients stream chat completions, and each sends its next request when its last one has
-ended. Any server with OpenAI's API can be measured; this module imports nothing of ours. Not here: open-loop arrival
-rates, and figures of the device.
+ended. Any server with the API of OpenAI can be measured, since nothing of the server is imported. Not here: open-loop
+arrival rates, and figures of the device.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import os
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from serving.bench_client import BenchError, Reply, served_model, stream_chat
 
 if TYPE_CHECKING:
     import httpx  # in the development group, so that a server installs without it
@@ -38,10 +40,6 @@ _QUESTIONS = (
 PROMPTS = tuple(question.format(country) for question in _QUESTIONS for country in _COUNTRIES.split())
 # Above this share of a core the client, not the server, may set the pace.
 _BUSY_CLIENT = 0.8
-
-
-class BenchError(Exception):
-    """Nothing can be measured; the message is one line for the user."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,27 +77,6 @@ def _is_address(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number or out of range
         return False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reply:
-    """One streamed answer: when its tokens arrived, in seconds after the request was sent."""
-
-    num_tokens: int
-    arrivals_s: tuple[float, ...]
-    latency_s: float
-
-    @property
-    def gaps_s(self) -> Iterator[float]:
-        """Seconds between pieces. A piece is one token where the server sends token ids, else what became text."""
-        return (later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False))
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """Mean time per output token after the first; None for a single token."""
-        if self.num_tokens < 2:
-            return None
-        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_tokens - 1)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -163,7 +140,7 @@ async def measure(config: BenchConfig) -> list[Level]:
         trust_env=False,
     ) as client:
         try:
-            model = config.model or await _served_model(client)
+            model = config.model or await served_model(client)
             await stream_chat(client, _body(config, model, 0))
         except (httpx.HTTPError, httpx.InvalidURL, BenchError) as error:
             raise BenchError(f"{config.url} does not answer: {_one_line(error)}") from None
@@ -200,75 +177,6 @@ async def measure_level(client: httpx.AsyncClient, config: BenchConfig, model: s
     return level
 
 
-async def stream_chat(client: httpx.AsyncClient, body: dict[str, Any]) -> Reply:
-    """Send one request and take the times of its pieces.
-
-    Raises:
-        BenchError: the server refused, broke off, or said nothing.
-    """
-    start = time.monotonic()
-    token_times: list[float] = []
-    text_times: list[float] = []
-    num_tokens, is_whole = 0, False
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise BenchError(f"HTTP {response.status_code}: {_message(await response.aread())}")
-        async for line in response.aiter_lines():
-            now = time.monotonic() - start
-            if not line.startswith("data:"):
-                continue
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                is_whole = True
-                break
-            chunk = _chunk(data)
-            num_tokens = chunk.num_tokens or num_tokens
-            if chunk.has_token_ids:
-                token_times.append(now)
-            if chunk.has_text:
-                text_times.append(now)
-    if not is_whole:
-        raise BenchError("the stream ended without [DONE]")
-    arrivals = tuple(token_times or text_times)
-    if not arrivals:
-        raise BenchError("the answer was empty")
-    return Reply(num_tokens=num_tokens or len(arrivals), arrivals_s=arrivals, latency_s=time.monotonic() - start)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    num_tokens: int
-    has_token_ids: bool
-    has_text: bool
-
-
-def _chunk(data: str) -> _Chunk:
-    """Read one event of a stream. Raises `BenchError` for an error event, and for what is no chunk at all."""
-    try:
-        chunk = json.loads(data)
-        if "error" in chunk:
-            raise BenchError(_message(data.encode()))
-        choices = chunk.get("choices", ())
-        return _Chunk(
-            num_tokens=(chunk.get("usage") or {}).get("completion_tokens", 0),
-            has_token_ids=any(choice.get("token_ids") for choice in choices),
-            # A role alone is no text: some servers send it before they begin.
-            has_text=any(value for choice in choices for name, value in choice["delta"].items() if name != "role"),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise BenchError(f"not an OpenAI stream: {data[:100]}") from None
-
-
-async def _served_model(client: httpx.AsyncClient) -> str:
-    response = await client.get("/v1/models")
-    if response.status_code != 200:
-        raise BenchError(f"GET /v1/models: HTTP {response.status_code}: {_message(response.content)}")
-    try:
-        return response.json()["data"][0]["id"]
-    except (ValueError, KeyError, TypeError, IndexError):
-        raise BenchError("GET /v1/models lists no model. Name one with --model.") from None
-
-
 def _body(config: BenchConfig, model: str, number: int) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
@@ -280,14 +188,6 @@ def _body(config: BenchConfig, model: str, number: int) -> dict[str, Any]:
         "return_token_ids": True,
     }
     return body | {"ignore_eos": True} if config.ignore_eos else body
-
-
-def _message(content: bytes) -> str:
-    """The message of an OpenAI error body, or the body itself."""
-    try:
-        return json.loads(content)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode("utf-8", "replace")
 
 
 def _one_line(error: BaseException) -> str:

@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.bench import BenchConfig, BenchError, Level, Reply, main, measure, percentile, table
+from serving.bench import BenchConfig, Level, main, measure, percentile, table
+from serving.bench_client import BenchError, Reply
 from serving.fake_executor import Fault
 from tests.api.served import LIMITS, serve
 from tests.k3jax.tokenizer_data import model_ids
