@@ -8,7 +8,7 @@ from typing import Any
 _PUBLIC = {
     "Model": "k3jax.api",
     "load": "k3jax.api",
-    "K3": "k3jax.model",
+    "K3": "k3jax.modules",
     "K3Config": "k3jax.config",
     "ConfigError": "k3jax.config",
     "LoadError": "k3jax.checkpoint_reader",

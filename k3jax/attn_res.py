@@ -29,12 +29,8 @@ def mix(
     """
     if not bank:
         return x
-    weight = wide(norm) * wide(proj)
-    candidates = [wide(v) for v in (*bank, x)]
-    scores = [
-        jnp.sum(v * lax.rsqrt(jnp.mean(jnp.square(v), axis=-1, keepdims=True) + eps) * weight, axis=-1)
-        for v in candidates
-    ]
-    probabilities = jax.nn.softmax(jnp.stack(scores, axis=-1), axis=-1)
-    mixed = sum(probabilities[..., j, None] * v for j, v in enumerate(candidates))
-    return jnp.asarray(mixed).astype(x.dtype)
+    candidates = jnp.stack([wide(v) for v in (*bank, x)], axis=-2)
+    scale = lax.rsqrt(jnp.mean(jnp.square(candidates), axis=-1) + eps)
+    scores = jnp.sum(candidates * (wide(norm) * wide(proj)), axis=-1) * scale
+    probabilities = jax.nn.softmax(scores, axis=-1)
+    return jnp.sum(probabilities[..., None] * candidates, axis=-2).astype(x.dtype)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.config import K3Config
 from k3jax.layers import HIGHEST, linear, wide
-from k3jax.params import ParamStack
 from k3jax.triangular import unit_lower_inverse
 
 SUB_BLOCK = 16
@@ -314,11 +313,3 @@ def finish(
     """Gated output norm, cast to the activation dtype; ready for the output projection."""
     normed = gated_output(out, split_heads(gate, config), params["out_norm"], config.rms_norm_eps)
     return normed.reshape(gate.shape).astype(gate.dtype)
-
-
-class KDA(ParamStack):
-    """All KDA layers of a model; `kda(x, layer)` runs layer number `layer` of the stack on [B, T, D]."""
-
-    def __call__(self, x, layer: int, segment_ids=None):
-        params = self.layer(layer)
-        return linear(mixer(params, x, self.config, segment_ids), params["out"])

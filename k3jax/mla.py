@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.config import K3Config
 from k3jax.layers import HIGHEST, linear, rms_norm, wide
-from k3jax.params import ParamStack
 
 LORA_NORM_EPS = 1e-6
 _einsum = functools.partial(jnp.einsum, precision=HIGHEST)
@@ -94,11 +93,3 @@ def unabsorb_values(latent: Float[Array, "*B H L"], kv_b: Float[Array, "HKV L"],
     """Attention-weighted latents to head values, W_uv applied; the key rows' products are dropped. Wide."""
     both = _einsum("...hl,hnl->...hn", latent, wide(heads_of_kv_b(kv_b, config)))
     return both[..., config.qk_nope_head_dim :]
-
-
-class MLA(ParamStack):
-    """All MLA layers of a model; `mla(x, layer)` runs layer number `layer` of the stack on [B, T, D]."""
-
-    def __call__(self, x, layer: int, segment_ids=None):
-        params = self.layer(layer)
-        return linear(attend(project(params, x, self.config), params["kv_b"], self.config, segment_ids), params["out"])

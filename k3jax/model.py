@@ -1,7 +1,7 @@
 """The Kimi K3 text model, read top to bottom: embedding, 93 layers with depth mixes, output mix, head.
 
 `forward` is the whole-sequence, differentiable form used by research, training and `logits`; the serving step composes the
-same per-token pieces over packed batches and caches (`step.py`). `K3` is the Flax module that owns the parameters.
+same per-token pieces over packed batches and caches (`step.py`). The Flax modules are in `modules.py`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import attn_res, kda, mla, moe
 from k3jax.config import K3Config
 from k3jax.layers import linear, rms_norm, situ_mlp
-from k3jax.params import ParamStack, Tree, abstract, init
+from k3jax.params import Tree
 from k3jax.sharding.collectives import SINGLE, Parallel, vocab_lookup
 
 
@@ -134,46 +133,3 @@ def _layer(params, config, layer, x, bank, segment_ids, parallel, run_experts, o
             observe(f"layers.{layer}.attn_out", update)
         out = feed_forward(params, config, layer, flat_bank, flat, run_experts=run_experts, parallel=parallel)
         return x + out.reshape(x.shape)
-
-
-class Dense(ParamStack):
-    """The leading dense layers' feed-forward."""
-
-    def __call__(self, x, layer: int):
-        params = self.layer(layer)
-        return situ_mlp(x, params["gate_up"], params["down"], self.config.situ_beta, self.config.situ_linear_beta)
-
-
-_GROUPS: dict[str, type[ParamStack]] = {
-    "block": ParamStack,
-    "out_res": ParamStack,
-    "kda": kda.KDA,
-    "mla": mla.MLA,
-    "dense": Dense,
-    "moe": moe.LatentMoE,
-}
-
-
-class K3(nnx.Module):
-    """The model as a Flax module: `K3(config, rngs=nnx.Rngs(0))(token_ids)` gives logits; `params()` the pure tree."""
-
-    def __init__(
-        self, config: K3Config, *, params: Tree | None = None, rngs: nnx.Rngs | None = None, dtype=jnp.float32
-    ):
-        if params is None:
-            if rngs is None:
-                raise ValueError("pass params=, or rngs= to draw random ones")
-            params = init(abstract(config, "bf16"), rngs.params(), dtype, config.initializer_range)
-        self.config = config
-        for name, value in params.items():
-            setattr(self, name, _GROUPS[name](config, value) if isinstance(value, dict) else nnx.Param(value))
-
-    def params(self) -> Tree:
-        """The nested dict of arrays that every pure function takes."""
-        groups = {k: v for k, v in vars(self).items() if isinstance(v, nnx.Param | ParamStack)}
-        return {k: v.params() if isinstance(v, ParamStack) else v.get_value() for k, v in groups.items()}
-
-    def __call__(
-        self, token_ids: Int[Array, "B T"], segment_ids: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B T X"]:
-        return forward(self.params(), self.config, token_ids, segment_ids)

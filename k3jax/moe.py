@@ -18,8 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from k3jax import mxfp4
 from k3jax.config import K3Config
 from k3jax.layers import HIGHEST, linear, rms_norm, situ, situ_mlp, wide
-from k3jax.params import ParamStack
-from k3jax.sharding.collectives import SINGLE, Parallel
+from k3jax.sharding.collectives import Parallel
 
 
 class Routing(NamedTuple):
@@ -226,11 +225,3 @@ def feed_forward(
         )
     normed = rms_norm(parallel.psum(y).astype(x.dtype), params["latent_norm"], config.rms_norm_eps)
     return parallel.psum(linear(parallel.own_slice(normed), params["latent_up"]) + shared)
-
-
-class LatentMoE(ParamStack):
-    """All LatentMoE layers of a model; `moe(x, layer)` runs layer number `layer` of the stack on [B, T, D]."""
-
-    def __call__(self, x, layer: int):
-        flat = x.reshape(-1, x.shape[-1])
-        return feed_forward(self.layer(layer), flat, self.config, SINGLE, None, routed_experts_batched).reshape(x.shape)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from k3jax.config import MXFP4_GROUP, K3Config
 from k3jax.layers import wide_dtype
@@ -59,23 +58,6 @@ class ParamSpec:
 
 
 Tree = dict[str, Any]
-
-
-class ParamStack(nnx.Module):
-    """A thin module that owns the stacked parameters of one kind of block; the maths is in the block's functions."""
-
-    def __init__(self, config: K3Config, arrays: Tree):
-        self.config = config
-        for name, value in arrays.items():
-            setattr(self, name, nnx.Param(value))
-
-    def params(self) -> Tree:
-        """The stacked arrays by name."""
-        return {name: value.get_value() for name, value in vars(self).items() if isinstance(value, nnx.Param)}
-
-    def layer(self, index: int) -> Tree:
-        """One layer's arrays."""
-        return {name: value[index] for name, value in self.params().items()}
 
 
 def abstract(config: K3Config, experts: ExpertFormat = "mxfp4") -> Tree:

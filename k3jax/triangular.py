@@ -8,36 +8,32 @@ from jaxtyping import Array, Float
 
 from k3jax.layers import HIGHEST
 
-_ELEMENTWISE_WIDTH = 4  # up to here a product is fused multiplies; XLA's batched dot is slow on such tiny matrices
-
 
 @jax.custom_vjp
 def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """(I + lower)^-1 for a strictly lower `lower` of any size.
 
-    Inverses of neighbouring diagonal blocks are joined, [[P, 0], [-Q L P, Q]], so that like forward substitution no power
-    of `lower` is ever formed: 64 identical keys, where repeated squaring is off by 1e10, stay exact in float32.
+    Inverses P, Q of neighbouring diagonal blocks are joined to [[P, 0], [-Q L P, Q]], for all blocks of a width in one pair
+    of products. Like forward substitution this forms no power of `lower`: 64 identical keys, where repeated squaring is off
+    by 1e10, stay exact in float32.
     """
     length = lower.shape[-1]
-    size = 1 << max(length - 1, 0).bit_length()
-    padding = size - length
-    padded = jnp.pad(lower, ((0, 0),) * (lower.ndim - 2) + ((0, padding),) * 2)
-    inverse = jnp.ones((*lower.shape[:-2], size, 1, 1), lower.dtype)
-    width = 1
-    while width < size:
-        tiles = padded.reshape(*lower.shape[:-2], size // (2 * width), 2 * width, size // (2 * width), 2 * width)
-        own = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)[..., width:, :width]
-        top, bottom = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_matmul(_matmul(bottom, own), top)
-        upper = jnp.concatenate([top, jnp.zeros_like(top)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, bottom], axis=-1)], axis=-2)
+    rows, columns = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+
+    def between(width: int):  # entries of `lower` that join two neighbouring blocks of `width`
+        return jnp.where(
+            (rows // width != columns // width) & (rows // (2 * width) == columns // (2 * width)), lower, 0
+        )
+
+    inverse = jnp.eye(length, dtype=lower.dtype) - between(1)
+    width = 2
+    while width < length:
+        inverse = inverse - _matmul(_matmul(inverse, between(width)), inverse)
         width *= 2
-    return inverse[..., 0, :length, :length]
+    return inverse
 
 
 def _matmul(a, b):
-    if a.shape[-1] <= _ELEMENTWISE_WIDTH:
-        return sum(a[..., :, j, None] * b[..., None, j, :] for j in range(a.shape[-1]))
     return jnp.einsum("...ij,...jk->...ik", a, b, precision=HIGHEST)
 
 

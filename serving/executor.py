@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from k3jax.cache import Pools, Rows
 from k3jax.pallas.dispatch import Choice
+from k3jax.program_cache import load_or_compile
 from k3jax.programs import REPLICATED, StepProgram
 from k3jax.step import StepExtras, StepOutputs
 from k3jax.step_inputs import StepShape, pack
@@ -95,11 +96,13 @@ class DeviceExecutor:
         limits: ExecutorLimits,
         *,
         kernels: tuple[Choice, ...] = (),
+        cache: pathlib.Path | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Compile every bucket and allocate the pools. `params` are the loaded stacks; they are consumed."""
         self.limits = limits
         self._program = program
+        self._cache = cache
         self._kernels = kernels
         self._params = program.prepare(params)
         self._replicated = NamedSharding(program.mesh, REPLICATED)
@@ -204,20 +207,23 @@ class DeviceExecutor:
         started = time.monotonic()
         compiled: dict[StepShape, Any] = {}
 
-        def compile_one(shape: StepShape) -> jax.stages.Compiled:
+        num_loaded = 0
+
+        def compile_one(shape: StepShape) -> tuple[jax.stages.Compiled, bool]:
             with self._watch.counting():
-                return self._program.compile(shape)
+                return load_or_compile(self._program, shape, self._cache)
 
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
             futures = {pool.submit(compile_one, shape): shape for shape in reversed(self._shapes)}
             for future in concurrent.futures.as_completed(futures):
-                compiled[futures[future]] = future.result()
+                compiled[futures[future]], was_loaded = future.result()
+                num_loaded += was_loaded
                 if progress:
                     progress(f"compiled {len(compiled)} of {len(self._shapes)} programs")
         report = CompileReport(
             num_programs=len(compiled),
-            num_compiled=self._watch.num_programs - self._watch.num_loaded,
-            num_loaded=self._watch.num_loaded,
+            num_compiled=len(compiled) - num_loaded,
+            num_loaded=num_loaded,
             seconds=time.monotonic() - started,
         )
         logger.info(

@@ -136,7 +136,7 @@ def _device_executor(config: ServeConfig, model_config: K3Config, folder: pathli
         max_model_len=sizes.max_model_len,
         vocab_size=model_config.vocab_size,
     )
-    return DeviceExecutor(program, weights, limits, kernels=kernels, progress=report)
+    return DeviceExecutor(program, weights, limits, kernels=kernels, cache=_cache_folder(config), progress=report)
 
 
 def _prepare_environment(config: ServeConfig) -> None:
@@ -157,14 +157,17 @@ def _prepare_jax(config: ServeConfig) -> None:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", config.tp * config.dcp)
     if config.compile_cache or not jax.config.jax_compilation_cache_dir:  # the user's own environment may name one
-        cache = pathlib.Path(config.compile_cache) if config.compile_cache else _default_cache()
+        cache = _cache_folder(config)
         cache.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _default_cache() -> pathlib.Path:
+def _cache_folder(config: ServeConfig) -> pathlib.Path:
+    """Where compiled programs are kept between starts."""
+    if config.compile_cache:
+        return pathlib.Path(config.compile_cache)
     base = os.environ.get("XDG_CACHE_HOME")
     return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "k3jax" / "programs"
 

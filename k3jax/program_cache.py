@@ -1,0 +1,102 @@
+"""Compiled steps on disk. JAX's own cache skips XLA but still traces and lowers every program; this one skips both.
+
+A file is named by everything that decides the program: the sources of k3jax, the step's static description, versions,
+devices and compiler flags. A file that does not load is compiled anew and replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import pickle
+import platform
+import tempfile
+
+import jax
+from jax.experimental import serialize_executable
+
+from k3jax.programs import StepProgram
+from k3jax.step_inputs import StepShape
+
+logger = logging.getLogger(__name__)
+
+
+def load_or_compile(
+    program: StepProgram, shape: StepShape, folder: pathlib.Path | None
+) -> tuple[jax.stages.Compiled, bool]:
+    """The compiled bucket and whether it came from `folder` (None: always compile)."""
+    if folder is None:
+        return program.compile(shape), False
+    path = folder / f"step-{_key(program, shape)}.bin"
+    if path.is_file():
+        try:
+            # The folder is the user's own; like every compile cache it must not be writable by others.
+            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes())), True
+        except Exception as error:
+            logger.warning("%s does not load (%s); compiling again", path, error)
+    compiled = program.compile(shape)
+    try:
+        _write(path, pickle.dumps(serialize_executable.serialize(compiled)))
+    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+        logger.warning("%s could not be written (%s); the next start compiles again", path, error)
+    return compiled, False
+
+
+def _write(path: pathlib.Path, content: bytes) -> None:
+    """Whole or not at all: another server may read while this one writes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        pathlib.Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _key(program: StepProgram, shape: StepShape) -> str:
+    devices = [(d.id, d.device_kind, d.platform) for d in program.mesh.devices.flat]
+    description = (
+        program.config,
+        program.cache_shape,
+        sorted(program.tree.get("moe", {})),
+        str(program.dtype),
+        program.mesh.shape_tuple,
+        program.parallel,
+        [(op.__module__, op.__qualname__) for op in dataclasses.astuple(program.ops)],
+        program.unstacked,
+        shape,
+        devices,
+        jax.__version__,
+        jax.lib.__version__,
+        program.mesh.devices.flat[0].client.platform_version,
+        jax.config.jax_enable_x64,
+        jax.config.jax_default_matmul_precision,
+        os.environ.get("XLA_FLAGS", ""),
+        _processor(),
+    )
+    text = repr(description) + _source_hash()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@functools.cache
+def _source_hash() -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(pathlib.Path(__file__).parent.rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _processor() -> str:
+    """Instruction sets of the host: XLA:CPU compiles for exactly these."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
