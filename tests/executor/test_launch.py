@@ -25,9 +25,9 @@ TREE = params.abstract(CONFIG)
 class Captured(FakeExecutor):
     """Stands in for the compiled programs: keeps what it was built from."""
 
-    def __init__(self, program, weights, limits, *, kernels=(), progress=None):
+    def __init__(self, program, weights, limits, *, kernels=(), cache=None, progress=None):
         super().__init__(limits)
-        self.program, self.weights, self.kernels = program, weights, kernels
+        self.program, self.weights, self.kernels, self.cache = program, weights, kernels, cache
 
 
 @pytest.fixture(autouse=True)
