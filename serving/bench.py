@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +124,8 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return below + (above - below) * (place - math.floor(place))
 
 
-async def measure(config: BenchConfig) -> list[Level]:
-    """Send one request to warm up, then measure every concurrency level in turn.
+async def measure(config: BenchConfig, on_level: Callable[[Level], None]) -> None:
+    """Send one request to warm up, then measure every concurrency level in turn and hand it over.
 
     Raises:
         BenchError: the server cannot be reached or does not answer the first request.
@@ -144,7 +144,8 @@ async def measure(config: BenchConfig) -> list[Level]:
             await stream_chat(client, _body(config, model, 0))
         except (httpx.HTTPError, httpx.InvalidURL, BenchError) as error:
             raise BenchError(f"{config.url} does not answer: {_one_line(error)}") from None
-        return [await measure_level(client, config, model, concurrency) for concurrency in config.concurrency]
+        for concurrency in config.concurrency:
+            on_level(await measure_level(client, config, model, concurrency))
 
 
 async def measure_level(client: httpx.AsyncClient, config: BenchConfig, model: str, concurrency: int) -> Level:
@@ -194,27 +195,30 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def table(levels: Sequence[dict[str, Any]]) -> str:
-    """Lay the figures out for reading; times in milliseconds, latency in seconds."""
-    head = ("concurrency", "requests", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99", "gap p99", "latency s", "errors")
-    rows: list[tuple[str, ...]] = [head]
-    for level in levels:
-        times = ("ttft_median_s", "ttft_p99_s", "tpot_median_s", "tpot_p99_s", "gap_p99_s")
-        rows.append(
-            (
-                str(level["concurrency"]),
-                str(level["requests"]),
-                _number(level["output_tokens_per_s"], 1),
-                *(_number(level[name], 1, 1000) for name in times),
-                _number(level["latency_median_s"], 2),
-                str(level["errors"]),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+# Title, figure, digits, factor: times are shown in milliseconds, latency in seconds.
+_COLUMNS = (
+    ("concurrency", "concurrency", 0, 1),
+    ("requests", "requests", 0, 1),
+    ("tokens/s", "output_tokens_per_s", 1, 1),
+    ("TTFT ms", "ttft_median_s", 1, 1000),
+    ("p99", "ttft_p99_s", 1, 1000),
+    ("TPOT ms", "tpot_median_s", 1, 1000),
+    ("p99", "tpot_p99_s", 1, 1000),
+    ("gap p99", "gap_p99_s", 1, 1000),
+    ("latency s", "latency_median_s", 2, 1),
+    ("errors", "errors", 0, 1),
+)
+_WIDTH = 11
+HEADER = "  ".join(title.rjust(_WIDTH) for title, *_ in _COLUMNS)
 
 
-def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+def row(figures: dict[str, Any]) -> str:
+    """One level as a line under HEADER; "-" where nothing was measured."""
+    cells = [_number(figures[name], digits, scale) for _, name, digits, scale in _COLUMNS]
+    return "  ".join(cell.rjust(_WIDTH) for cell in cells)
+
+
+def _number(value: float | None, digits: int, scale: float) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
 
 
@@ -242,30 +246,49 @@ def _numbers(text: str) -> tuple[int, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table. Exit status: 1 when a request failed, 2 when nothing could be measured (one line says why)."""
     args = build_parser().parse_args(arguments)
+    measured: list[dict[str, Any]] = []
+
+    def show(level: Level) -> None:
+        # Each level at once, so that an interrupted run has not measured in vain.
+        if not measured:
+            print(HEADER)
+        measured.append(level.figures())
+        print(row(measured[-1]), flush=True)
+        if args.json is not None:
+            args.json.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+
     try:
         if importlib.util.find_spec("httpx") is None:
             raise BenchError("serving.bench needs httpx. Install it: pip install httpx")
-        settings = {name: value for name, value in vars(args).items() if value is not None and name != "json"}
-        if args.prompts is not None:
-            lines = args.prompts.read_text(encoding="utf-8").splitlines()
-            settings["prompts"] = tuple(line for line in lines if line.strip())
-        config = BenchConfig(**settings)
-        figures = [level.figures() for level in asyncio.run(measure(config))]
-        if args.json is not None:
-            args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        config = _config(args)
+        asyncio.run(measure(config, show))
     except (BenchError, OSError, UnicodeDecodeError) as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
-    print(table(figures))
+    except KeyboardInterrupt:
+        return 130
     print(f"load average here over the last minute: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    for level in figures:
-        if config.num_requests < level["concurrency"]:
-            print(f"note: {config.num_requests} requests never keep {level['concurrency']} clients busy")
-        if level["client_cpu"] > _BUSY_CLIENT:
-            print(f"note: at concurrency {level['concurrency']} this client used {level['client_cpu']:.0%} of a core")
-        if level["errors"]:
-            print(f"error at concurrency {level['concurrency']}: {level['first_error']}", file=sys.stderr)
-    return 1 if any(level["errors"] for level in figures) else 0
+    for figures in measured:
+        _print_notes(figures, config)
+    return 1 if any(figures["errors"] for figures in measured) else 0
+
+
+def _config(args: argparse.Namespace) -> BenchConfig:
+    settings = {name: value for name, value in vars(args).items() if value is not None and name != "json"}
+    if args.prompts is not None:
+        lines = args.prompts.read_text(encoding="utf-8").splitlines()
+        settings["prompts"] = tuple(line for line in lines if line.strip())
+    return BenchConfig(**settings)
+
+
+def _print_notes(figures: dict[str, Any], config: BenchConfig) -> None:
+    concurrency = figures["concurrency"]
+    if config.num_requests < concurrency:
+        print(f"note: {config.num_requests} requests never keep {concurrency} clients busy")
+    if figures["client_cpu"] > _BUSY_CLIENT:
+        print(f"note: at concurrency {concurrency} this client used {figures['client_cpu']:.0%} of a core")
+    if figures["errors"]:
+        print(f"error at concurrency {concurrency}: {figures['first_error']}", file=sys.stderr)
 
 
 if __name__ == "__main__":
