@@ -80,8 +80,11 @@ class Machine:
         tp: int = 1,
         ops: Ops | None = None,
         cache: CacheShape = CACHE,
+        optimise: bool = True,
         **divide: bool,
     ):
+        """`optimise=False` skimps LLVM's part of compiling, for equal up to rounding. `divide` as `parallel_of`."""
+        self.options = None if optimise else {"xla_backend_optimization_level": 0}
         self.dtype = np.dtype(dtype)
         self.cache = cache
         mesh = make_mesh(tp)
@@ -112,7 +115,8 @@ class Machine:
         if shape not in self._compiled:
             everything = mock.patch.object(sampling, "MAX_LOGPROBS", self.program.config.vocab_size)
             with self.types(), everything:
-                self._compiled[shape] = self.program.compile(shape)
+                lowered = self.program.function(shape).lower(*self.program.operands(shape))
+                self._compiled[shape] = lowered.compile(self.options)
         return self._compiled[shape]
 
     @functools.cached_property

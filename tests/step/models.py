@@ -42,7 +42,7 @@ def tiny8() -> Machine:
 @functools.cache
 def hybrid() -> Machine:
     """The four-layer model with random weights, in float64."""
-    return Machine(hybrid4(), random_params(hybrid4()), np.float64)
+    return Machine(hybrid4(), random_params(hybrid4()), np.float64, optimise=False)
 
 
 @functools.cache
@@ -51,8 +51,15 @@ def mesh(tp: int, shard_latents: bool, whole_experts: bool) -> Machine:
     config = dataclasses.replace(
         presets.tiny_mesh(), num_hidden_layers=2, kda_layers=(0,), mla_layers=(1,), attn_res_block_size=1
     )
-    values = random_params(config)
-    return Machine(config, values, np.float64, tp=tp, shard_latents=shard_latents, whole_experts=whole_experts)
+    return Machine(
+        config,
+        random_params(config),
+        np.float64,
+        tp=tp,
+        optimise=False,
+        shard_latents=shard_latents,
+        whole_experts=whole_experts,
+    )
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -1,5 +1,6 @@
 """`model.forward` in float64, and how near a router tie a sequence comes."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -15,7 +16,7 @@ def whole_pass(config: K3Config, values: params.Tree, tokens: list[int]) -> tupl
     """Log-probabilities [T, X] of one whole pass, and the smallest router margin in it."""
     k, select = config.num_experts_per_token, moe.select
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(values, token_ids):
         margins = []
 

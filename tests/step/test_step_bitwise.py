@@ -86,7 +86,7 @@ def alone() -> tuple[list[Lane], State, State]:
     return run(Company(decoding=[], before=[], after=[], cuts=[], garbage=0, **places))
 
 
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=12, derandomize=True, deadline=None)
 @given(companies)
 def test_company_places_padding_and_cuts_change_no_bit(company):
     lanes, prefilled, decoded = run(company)

@@ -25,9 +25,10 @@ CORRECT = Ops()
 NAMES = {"float32": "f32", "bfloat16": "bf16", "float64": "f64"}
 
 
-def build(ops: Ops) -> programs.StepProgram:
-    """KDA, MLA, KDA, MLA: every pool is handed from layer to layer."""
-    config = mini_config(num_hidden_layers=4, kda_layers=(0, 2), mla_layers=(1, 3))
+def build(ops: Ops, num_layers: int) -> programs.StepProgram:
+    """KDA and MLA in turn, so that pools are handed from layer to layer."""
+    layers = range(num_layers)
+    config = mini_config(num_hidden_layers=num_layers, kda_layers=tuple(layers[::2]), mla_layers=tuple(layers[1::2]))
     mesh = make_mesh()
     return programs.StepProgram(
         config=config,
@@ -47,9 +48,11 @@ def pool_types(program: programs.StepProgram) -> list[ArrayType]:
 
 
 @functools.cache
-def compiled(ops: Ops = CORRECT) -> tuple[programs.StepProgram, jax.stages.Compiled, program_text.ProgramText]:
+def compiled(
+    ops: Ops = CORRECT, num_layers: int = 4
+) -> tuple[programs.StepProgram, jax.stages.Compiled, program_text.ProgramText]:
     """Only LLVM's part is skimped: the optimised program is the one that serves."""
-    program = build(ops)
+    program = build(ops, num_layers)
     lowered = program.function(SHAPE).lower(*program.operands(SHAPE))
     executable = lowered.compile({"xla_backend_optimization_level": 0})
     return program, executable, program_text.parse(executable.as_text())
@@ -102,15 +105,13 @@ def prefill_with_joined_rows(weights, projected, pool, layer, page_table, chunks
 @pytest.fixture(scope="module")
 def mistaken():
     """A program with the mistakes above."""
-    return compiled(Ops(kda_decode=decode_with_gathered_rows, mla_prefill=prefill_with_joined_rows))
+    return compiled(Ops(kda_decode=decode_with_gathered_rows, mla_prefill=prefill_with_joined_rows), num_layers=2)
 
 
 def test_a_gather_in_front_of_a_mixer_is_found(mistaken):
     program, _, text = mistaken
     found = program_text.row_movements(text, MIXERS, TOKEN_SIZES, pool_types(program))
-    assert {"/layer0/mixer", "/layer2/mixer"} <= {
-        i.scope[i.scope.index("/layer") :][:13] for i in found if i.opcode == "gather"
-    }
+    assert any("/layer0/mixer" in i.scope and i.opcode == "gather" for i in found)
 
 
 def test_a_concatenation_behind_a_mixer_is_found(mistaken):

@@ -35,7 +35,7 @@ def counted(name: str, function):
 def machine():
     """Two layers, KDA dense and MLA MoE, whose inner functions count their visits."""
     config = mini_config(num_hidden_layers=2, kda_layers=(0,), mla_layers=(1,))
-    machine = Machine(config, random_params(config), "float32")
+    machine = Machine(config, random_params(config), "float32", optimise=False)
     with (
         mock.patch.object(kda, "chunk", counted("KDA chunk", kda.chunk)),
         mock.patch.object(mla, "expand", counted("context block", mla.expand)),
