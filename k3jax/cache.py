@@ -1,13 +1,13 @@
 """Device state of the serving step: pools of MLA pages and KDA slots, and the row state. All of it is donated.
 
-Page 0 and slot 0 are null: never owned, target of padding writes, which are zeros. The last row is null in the same way.
-Values beyond a row's length are replaced by zeros when read, never weighted by zero.
+Page 0 and slot 0 are null: never owned, target of padding writes, which are zeros. The last row is null in the same
+way. Values beyond a row's length are replaced by zeros when read, never weighted by zero.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from k3jax.config import K3Config
 from k3jax.layers import wide_dtype
 from k3jax.sharding.collectives import Parallel
 
+Leaf = Any  # an array, its abstract shape, its sharding or its partition: one record type serves all
 PAGE_SIZE = 64
 MAX_LOGIT_BIAS = 300
 PROMPT_BIT = 1 << 15  # of a token count: the token occurs in the prompt
@@ -39,31 +40,31 @@ class CacheShape:
 class Pools(NamedTuple):
     """The three stacked pools."""
 
-    mla: jax.Array  # [MLA layers, pages, 64, latent]
-    kda: jax.Array  # [KDA layers, slots, heads, V, K], wide
-    conv: jax.Array  # [KDA layers, slots, 3, 3 (q|k|v), width]: the last raw rows, oldest first
+    mla: Leaf  # [MLA layers, pages, 64, latent]
+    kda: Leaf  # [KDA layers, slots, heads, V, K], wide
+    conv: Leaf  # [KDA layers, slots, 3, 3 (q|k|v), width]: the last raw rows, oldest first
 
 
 class Rows(NamedTuple):
     """Per request row; the last row is null. Sampling parameters stay with the row, so a step uploads only changes."""
 
-    slot: jax.Array  # [rows] int32
-    length: jax.Array  # [rows] int32, tokens in the cache
-    prompt_length: jax.Array  # [rows] int32; tokens from here on were generated, also when they are prefilled again
-    last_token: jax.Array  # [rows] int32, sampled and not yet in the cache
-    page_table: jax.Array  # [rows, pages_per_row] int32
-    seed: jax.Array  # [rows, 2] uint32
-    top_k: jax.Array  # [rows] int32, 0 off
-    num_logprobs: jax.Array  # [rows] int32, -1 none
-    temperature: jax.Array  # [rows] float32; so are the rest
-    top_p: jax.Array
-    min_p: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    repetition: jax.Array
-    bias_ids: jax.Array  # [rows, MAX_LOGIT_BIAS] int32, -1 empty
-    bias_values: jax.Array  # [rows, MAX_LOGIT_BIAS] float32
-    counts: jax.Array  # [rows, vocabulary] uint16: occurrences in the output, PROMPT_BIT for the prompt
+    slot: Leaf  # [rows] int32
+    length: Leaf  # [rows] int32, tokens in the cache
+    prompt_length: Leaf  # [rows] int32; tokens from here on were generated, also when they are prefilled again
+    last_token: Leaf  # [rows] int32, sampled and not yet in the cache
+    page_table: Leaf  # [rows, pages_per_row] int32
+    seed: Leaf  # [rows, 2] uint32
+    top_k: Leaf  # [rows] int32, 0 off
+    num_logprobs: Leaf  # [rows] int32, -1 none
+    temperature: Leaf  # [rows] float32; so are the rest
+    top_p: Leaf
+    min_p: Leaf
+    presence: Leaf
+    frequency: Leaf
+    repetition: Leaf
+    bias_ids: Leaf  # [rows, MAX_LOGIT_BIAS] int32, -1 empty
+    bias_values: Leaf  # [rows, MAX_LOGIT_BIAS] float32
+    counts: Leaf  # [rows, vocabulary] uint16: occurrences in the output, PROMPT_BIT for the prompt
 
 
 def pool_shapes(config: K3Config, shape: CacheShape, dtype) -> Pools:

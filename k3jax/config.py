@@ -1,7 +1,7 @@
 """Model configuration: the released `config.json` as one flat, validated, immutable record.
 
-Layer numbers are 0-based everywhere in k3jax; only the two lists inside `config.json` are 1-based. The record holds what
-decides a shape or a formula, nothing about devices, meshes or dtypes of computation.
+Layer numbers are 0-based everywhere in k3jax; only the two lists inside `config.json` are 1-based. The record holds
+what decides a shape or a formula, nothing about devices, meshes or dtypes of computation.
 """
 
 from __future__ import annotations

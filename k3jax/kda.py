@@ -4,8 +4,8 @@ Per head, with q and k l2-normalised, alpha_t = exp(g_t), S in R^{V x K} (arXiv:
 
     S' = S_{t-1} diag(alpha_t);   S_t = S' + beta_t (v_t - S' k_t) k_t^T;   o_t = S_t q_t / sqrt(K)
 
-Everything here is pure, in the wide dtype, and knows nothing of pools; `kda_serving` runs it on slots. The chunked form is
-the UT transform with exponents that are never positive, so gates at the floor of -5 a token cannot overflow.
+Everything here is pure, in the wide dtype, and knows nothing of pools; `kda_serving` runs it on slots. The chunked
+form is the UT transform with exponents that are never positive, so gates at the floor of -5 a token cannot overflow.
 """
 
 from __future__ import annotations
@@ -71,14 +71,15 @@ def recurrent(
     """The definition, token by token."""
 
     def step(carry, token):
-        out, carry = recurrent_step(*token, carry)
+        q_t, k_t, v_t, decay_t, beta_t = token
+        out, carry = recurrent_step(q_t, k_t, v_t, decay_t, beta_t, carry)
         return carry, out
 
     state, out = lax.scan(step, state, (q, k, v, log_decay, beta))
     return out, state
 
 
-# --- chunked form ------------------------------------------------------------------------------------------------------
+# --- chunked form ----------------------------------------------------------------------------------------------------
 # Heads lead and tokens follow: q, k, log_decay [H, C, K], v [H, C, V], beta [H, C].
 
 
@@ -97,8 +98,8 @@ def chunk(
     """One chunk of any length: outputs, state after it, and the pseudo values `chunk_state` needs.
 
     Rows past a sequence's end must be inert (log_decay 0, beta 0, k 0). `segment` numbers separate sequences inside the
-    chunk; only tokens of `carried_segment` see the incoming state. `is_bounded` promises log-decays of at least -5, which
-    allows a cheaper form of the same sums.
+    chunk; only tokens of `carried_segment` see the incoming state. `is_bounded` promises log-decays of at least -5,
+    which allows a cheaper form of the same sums.
     """
     scores_q, scores_k, cumulative = _decayed_scores(q * q.shape[-1] ** -0.5, k, log_decay, is_bounded)
     from_state = jnp.exp(cumulative)
@@ -143,7 +144,7 @@ def chunk_state(
 
 
 def running_sum(x: Float[Array, "*B C K"]) -> Float[Array, "*B C K"]:
-    """Inclusive sum along the chunk as one triangular product: trailing zeros change no bit of what stands before them."""
+    """Inclusive sum along the chunk as one triangular product: trailing zeros change no bit of what is before them."""
     length = x.shape[-2]
     return _einsum("ij,...jk->...ik", jnp.tril(jnp.ones((length, length), x.dtype)), x)
 
@@ -217,7 +218,8 @@ def chunked(
     if segment_ids is None:
 
         def step(carry, xs):
-            out, carry, _ = chunk(*xs, carry)
+            q_c, k_c, v_c, decay_c, beta_c = xs
+            out, carry, _ = chunk(q_c, k_c, v_c, decay_c, beta_c, carry)
             return carry, out
 
         state, out = lax.scan(step, state, tuple(heads_first))
@@ -225,8 +227,8 @@ def chunked(
         segments = split(segment_ids, "edge")
 
         def segment_step(carry, xs):
-            (carry_state, carry_segment), (*tokens, segment) = carry, xs
-            out, carry_state, _ = chunk(*tokens, carry_state, segment, carry_segment)
+            (carry_state, carry_segment), (q_c, k_c, v_c, decay_c, beta_c, segment) = carry, xs
+            out, carry_state, _ = chunk(q_c, k_c, v_c, decay_c, beta_c, carry_state, segment, carry_segment)
             return (carry_state, segment[:, -1]), out
 
         (state, _), out = lax.scan(segment_step, (state, segment_ids[:, 0]), (*heads_first, segments))
@@ -262,7 +264,7 @@ def short_conv(
     return jax.nn.silu(total).astype(raw.dtype)
 
 
-# --- the block ---------------------------------------------------------------------------------------------------------
+# --- the block -------------------------------------------------------------------------------------------------------
 class Projected(NamedTuple):
     """Per-token inputs of the mixer before the short convolution. Heads are local to the tensor-parallel rank."""
 

@@ -24,9 +24,10 @@ def chunked_packed(
 ) -> tuple[Float[Array, "T H V"], Float[Array, "N H V K"], Float[Array, "N H V K"]]:
     """Outputs, final states, and each sequence's state after its first `export_offsets` tokens.
 
-    An export equals, to the bit, the final state of a run that ends there. Offsets lie in [0, length]; offset 0 exports the
-    initial state. Rows of the output outside every sequence are zero. `differentiable` walks a static number of tiles
-    (dead ones are skipped), which reverse-mode gradients need; otherwise the loop ends at the last live tile.
+    An export equals, to the bit, the final state of a run that ends there. Offsets lie in [0, length]; offset 0
+    exports the initial state. Rows of the output outside every sequence are zero. `differentiable` walks a static
+    number of tiles (dead ones are skipped), which reverse-mode gradients need; otherwise the loop ends at the last
+    live tile.
     """
     num_tokens, heads, width = q.shape
     num_sequences = cu_seqlens.shape[0] - 1

@@ -1,7 +1,8 @@
-"""KDA on pooled state: one token per row for decode, a walk over chunk tiles for prefill. The XLA reference of both ops.
+"""KDA on pooled state: one token per row for decode, a walk over chunk tiles for prefill. The XLA reference of both
+ops.
 
-State is read from and written to `pool[layer, slot]` in place. Reads are fenced from later writes: without the barrier XLA
-keeps a copy of the stacked pool per layer.
+State is read from and written to `pool[layer, slot]` in place. Reads are fenced from later writes: without the barrier
+XLA keeps a copy of the stacked pool per layer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ class Chunks(NamedTuple):
 
 
 def decode(
-    params: dict, projected: kda.Projected, pools: Pools, layer: int, slots: Int[Array, "R"], live: Bool[Array, "R"], config: K3Config
+    params: dict,
+    projected: kda.Projected,
+    pools: Pools,
+    layer: int,
+    slots: Int[Array, "R"],
+    live: Bool[Array, "R"],
+    config: K3Config,
 ) -> tuple[Array, Pools]:
     """Advance the live rows by one token; dead rows write zeros to the null slot. Returns mixer output [R, W]."""
     slots = jnp.where(live, slots, 0)
@@ -81,8 +88,9 @@ def prefill(
         inert = live[:, None]
         k, v = jnp.where(inert[..., None], k, 0), jnp.where(inert[..., None], v, 0)
         log_decay, beta = jnp.where(inert[..., None], log_decay, 0), jnp.where(inert, beta, 0)
-        heads_first = (jnp.moveaxis(x, 0, 1) for x in (q, k, v, log_decay, beta))
-        mixed, state, _ = kda.chunk(*heads_first, state, is_bounded=config.gate_lower_bound is not None)
+        q, k, v, log_decay, beta = (jnp.moveaxis(x, 0, 1) for x in (q, k, v, log_decay, beta))
+        is_bounded = config.gate_lower_bound is not None
+        mixed, state, _ = kda.chunk(q, k, v, log_decay, beta, state, is_bounded=is_bounded)
         mixed = kda.finish(params, jnp.moveaxis(mixed, 1, 0), raw.gate, config)
         out = write_rows(out, mixed, tile._replace(token=chunks.first_token + tile.token))
         tail = lax.dynamic_slice_in_dim(window, tile.rows, history)

@@ -81,7 +81,8 @@ def gate_output(out: Float[Array, "*B H V"], gate: Float[Array, "*B HV"]) -> Flo
 def absorb_query(q: Float[Array, "*B H QK"], kv_b: Float[Array, "HKV L"], config: K3Config) -> Float[Array, "*B H LR"]:
     """Query against cached rows: (W_uk^T q_n | q_x), scaled. Wide.
 
-    Multiplies with the whole of W_kvb, values' rows by zeros: slicing the key rows out would copy the weight every call.
+    Multiplies with the whole of W_kvb, values' rows by zeros: slicing the key rows out would copy the weight every
+    call.
     """
     nope = config.qk_nope_head_dim
     padded = jnp.pad(wide(q[..., :nope]), ((0, 0),) * (q.ndim - 1) + ((0, config.v_head_dim),))
@@ -89,7 +90,9 @@ def absorb_query(q: Float[Array, "*B H QK"], kv_b: Float[Array, "HKV L"], config
     return jnp.concatenate([latent, wide(q[..., nope:])], axis=-1) * config.qk_head_dim**-0.5
 
 
-def unabsorb_values(latent: Float[Array, "*B H L"], kv_b: Float[Array, "HKV L"], config: K3Config) -> Float[Array, "*B H V"]:
+def unabsorb_values(
+    latent: Float[Array, "*B H L"], kv_b: Float[Array, "HKV L"], config: K3Config
+) -> Float[Array, "*B H V"]:
     """Attention-weighted latents to head values, W_uv applied; the key rows' products are dropped. Wide."""
     both = _einsum("...hl,hnl->...hn", latent, wide(heads_of_kv_b(kv_b, config)))
     return both[..., config.qk_nope_head_dim :]

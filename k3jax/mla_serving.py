@@ -1,7 +1,7 @@
 """MLA on paged latents: absorbed for decode rows, expanded for prefill tiles. The XLA reference of both ops.
 
-Both walk the context in blocks on a fixed grid of absolute positions with a running softmax, and read fresh tokens back from
-the pages, so a row's result depends neither on its neighbours nor on where its prompt was cut.
+Both walk the context in blocks on a fixed grid of absolute positions with a running softmax, and read fresh tokens
+back from the pages, so a row's result depends neither on its neighbours nor on where its prompt was cut.
 """
 
 from __future__ import annotations

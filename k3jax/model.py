@@ -1,7 +1,7 @@
 """The Kimi K3 text model, read top to bottom: embedding, 93 layers with depth mixes, output mix, head.
 
-`forward` is the whole-sequence, differentiable form used by research, training and `logits`; the serving step composes the
-same per-token pieces over packed batches and caches (`step.py`). The Flax modules are in `modules.py`.
+`forward` is the whole-sequence, differentiable form used by research, training and `logits`; the serving step composes
+the same per-token pieces over packed batches and caches (`step.py`). The Flax modules are in `modules.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import attn_res, kda, mla, moe

@@ -1,6 +1,7 @@
 """The model as thin Flax NNX modules for research: they own the stacked parameters, the maths is in the pure functions.
 
-Serving works on the plain tree of arrays (`K3.params()`) and never imports this file, nor Flax: that is seconds of start-up.
+Serving works on the plain tree of arrays (`K3.params()`) and never imports this file, nor Flax: that is seconds of
+start-up.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Routing(NamedTuple):
 
 
 def route(x: Float[Array, "T D"], router: Float[Array, "E D"], bias: Float[Array, "E"], config: K3Config) -> Routing:
-    """Select by sigmoid(x W^T) + bias, weigh by the unbiased scores. Full wide product; ties go to the lower expert id."""
+    """Select by sigmoid(x W^T) + bias, weigh by the unbiased scores. Full wide product; ties go to the lower id."""
     logits = lax.dot_general(wide(x), wide(router), (((x.ndim - 1,), (1,)), ((), ())), precision=HIGHEST)
     return select(logits, bias, config)
 
@@ -175,7 +175,7 @@ def routed_experts_batched(
 def combine(
     rows: Float[Array, "R L"], routing: Routing, place: Int[Array, "Tk"], num_live: Int[Array, ""] | None = None
 ) -> Float[Array, "T L"]:
-    """Sum each token's expert rows with its weights, in order of rank, wide. Places from `num_live` on count as zero."""
+    """Sum each token's expert rows with its weights, in order of rank, wide. Places from `num_live` on are zero."""
     tokens, k = routing.weights.shape
     by_rank = place.reshape(tokens, k)
     total = jnp.zeros((tokens, rows.shape[-1]), routing.weights.dtype)

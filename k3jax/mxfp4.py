@@ -1,8 +1,8 @@
 """Exact MXFP4 (compressed-tensors `mxfp4-pack-quantized`): E2M1 nibbles, low first, one E8M0 scale per 32 inputs.
 
 W[o, 2j] is the low nibble of packed[o, j], W[o, 2j + 1] the high one; the value is code * 2^(scale - 127). Source:
-OCP Microscaling Formats v1.0, sections 5.3.3 and 5.4.1. Encoding picks the scale as compressed-tensors does and rounds to
-nearest, ties to even, saturating at 6.
+OCP Microscaling Formats v1.0, sections 5.3.3 and 5.4.1. Encoding picks the scale as compressed-tensors does and rounds
+to nearest, ties to even, saturating at 6.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def encode(weight: Float[Array, "*B I"]) -> tuple[UInt8[Array, "*B half"], UInt8
 
 
 def choose_scale(weight: Float[Array, "*B I"]) -> UInt8[Array, "*B groups"]:
-    """E8M0 byte per group: floor(log2(absmax rounded to E2M1's precision)) - 2 + 127, clamped to [0, 254]; 127 for zeros.
+    """E8M0 byte per group: floor(log2(absmax rounded to E2M1's precision)) - 2 + 127, clamped to [0, 254]; 127 for
+    zeros.
 
     Rounding the maximum up at three quarters of an octave (compressed-tensors' rule) keeps 7 from saturating at 6.
     """

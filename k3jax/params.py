@@ -1,8 +1,8 @@
 """The abstract parameter tree: one source for shape, dtype, sharding axes, checkpoint names and initialisation.
 
-`abstract(config)` is a nested dict of `ParamSpec`. Parameters of one kind are stacked over their layers; every spec knows
-the checkpoint tensors that fill it and where each goes, so loading, conversion, sharding and random initialisation all walk
-the same tree. Linear weights are [out, in] as stored.
+`abstract(config)` is a nested dict of `ParamSpec`. Parameters of one kind are stacked over their layers; every spec
+knows the checkpoint tensors that fill it and where each goes, so loading, conversion, sharding and random
+initialisation all walk the same tree. Linear weights are [out, in] as stored.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _initial(spec: ParamSpec, key: jax.Array, scale: float) -> jax.Array:
             return jax.random.normal(key, shape) * scale
 
 
-# --- the groups --------------------------------------------------------------------------------------------------------
+# --- the groups ------------------------------------------------------------------------------------------------------
 def _single(name: str, shape: tuple[int, ...], axes, *, stored=None, init: Initializer = "normal") -> ParamSpec:
     return ParamSpec(shape=shape, axes=axes, init=init, sources=lambda: iter((Source(name, (), stored or shape),)))
 
@@ -184,8 +184,8 @@ def _stack(
 def _block(config: K3Config) -> Tree:
     """Norms and depth-mix weights that every layer has."""
     layers, hidden = tuple(range(config.num_hidden_layers)), config.hidden_size
-    norm = dict(shape=(hidden,), axes=(None,), init="ones")
-    proj = dict(shape=(hidden,), axes=(None,), stored=(1, hidden))
+    norm: dict[str, Any] = {"shape": (hidden,), "axes": (None,), "init": "ones"}
+    proj: dict[str, Any] = {"shape": (hidden,), "axes": (None,), "stored": (1, hidden)}
     return {
         "attn_norm": _stack(layers, "input_layernorm.weight", **norm),
         "ffn_norm": _stack(layers, "post_attention_layernorm.weight", **norm),
@@ -277,8 +277,8 @@ def _experts(config: K3Config, layers: tuple[int, ...], experts: ExpertFormat) -
             "w13": _expert_stack(config, layers, ("w1.weight", "w3.weight"), (inter, latent), ("expert_ffn", None)),
             "w2": _expert_stack(config, layers, ("w2.weight",), (latent, inter), (None, "expert_ffn")),
         }
-    packed: dict[str, Any] = dict(kind="bytes", init="nibbles")
-    scale: dict[str, Any] = dict(kind="bytes", init="scales")
+    packed: dict[str, Any] = {"kind": "bytes", "init": "nibbles"}
+    scale: dict[str, Any] = {"kind": "bytes", "init": "scales"}
     w13, w2 = ("expert_ffn", None), (None, "expert_ffn")
     g = MXFP4_GROUP
     return {

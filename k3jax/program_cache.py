@@ -17,6 +17,7 @@ import platform
 import tempfile
 
 import jax
+import jaxlib.version
 from jax.experimental import serialize_executable
 
 from k3jax.programs import StepProgram
@@ -73,7 +74,7 @@ def _key(program: StepProgram, shape: StepShape) -> str:
         shape,
         devices,
         jax.__version__,
-        jax.lib.__version__,
+        jaxlib.version.__version__,
         program.mesh.devices.flat[0].client.platform_version,
         jax.config.jax_enable_x64,
         jax.config.jax_default_matmul_precision,

@@ -1,8 +1,10 @@
-"""The serving step: one program that applies the plan's deltas, runs the model over decode rows and prefill chunks, samples.
+"""The serving step: one program that applies the plan's deltas, runs the model over decode rows and prefill chunks,
+samples.
 
 Token order: decode lanes first, then packed chunks. Inside the mixers every token range is a contiguous slice. The
-per-token blocks between two mixers run as one loop over token tiles that ends at the last live token, so padding in a bucket
-costs at most one tile. The function runs inside `shard_map` over (tp, dcp); on one device its collectives vanish.
+per-token blocks between two mixers run as one loop over token tiles that ends at the last live token, so padding in a
+bucket costs at most one tile. The function runs inside `shard_map` over (tp, dcp); on one device its collectives
+vanish.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from k3jax import kda, kda_serving, mla, mla_serving, model, sampling
-from k3jax.cache import PAGE_SIZE, PROMPT_BIT, Pools, Rows
+from k3jax.cache import PAGE_SIZE, PROMPT_BIT, Leaf, Pools, Rows
 from k3jax.config import K3Config
 from k3jax.pallas.dispatch import Ops
 from k3jax.params import Tree
@@ -26,19 +28,19 @@ from k3jax.step_inputs import Geometry, StepInputs, StepShape, geometry, unpack
 class StepExtras(NamedTuple):
     """Features that are rarely used: neutral values live on the device and cost no upload."""
 
-    bias_ids: jax.Array  # [R, MAX_LOGIT_BIAS] of the admitted rows, -1 empty
-    bias_values: jax.Array
-    allowed: jax.Array  # [R, words] uint32, per lane
+    bias_ids: Leaf  # [R, MAX_LOGIT_BIAS] of the admitted rows, -1 empty
+    bias_values: Leaf
+    allowed: Leaf  # [R, words] uint32, per lane
 
 
 class StepOutputs(NamedTuple):
     """Per lane, in lane order."""
 
-    token: jax.Array
-    is_nan: jax.Array
-    logprob: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
+    token: Leaf
+    is_nan: Leaf
+    logprob: Leaf
+    top_ids: Leaf
+    top_logprobs: Leaf
 
 
 def step(
@@ -93,7 +95,7 @@ def lane_tokens(rows: Rows, inputs: StepInputs, shape: StepShape) -> jax.Array:
 
 
 def count_prompt(rows: Rows, inputs: StepInputs, where: Geometry, shape: StepShape, parallel: Parallel) -> Rows:
-    """Take the chunks' tokens into the counts: prompt tokens as seen, generated ones (of a resumed request) as output."""
+    """Count the chunks' tokens: prompt tokens as seen, generated ones (of a resumed request) as output."""
     if not shape.prefill_tokens:
         return rows
     span = slice(shape.rows, shape.rows + shape.prefill_tokens)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from k3jax import kda
-from k3jax.cache import PAGE_SIZE
+from k3jax.cache import PAGE_SIZE, Leaf
 
 MAX_TILE = 2048  # prefill tokens
 
@@ -58,55 +58,55 @@ class StepShape:
 class StepInputs(NamedTuple):
     """Every field int32 unless said. Unused lanes name the null row; unused page entries too."""
 
-    num_decode: np.ndarray | jax.Array  # []
-    num_chunks: np.ndarray | jax.Array  # []
-    lane_rows: np.ndarray | jax.Array  # [R]
-    chunk_starts: np.ndarray | jax.Array  # [R]
-    cu_seqlens: np.ndarray | jax.Array  # [R + 1]
-    chunk_is_last: np.ndarray | jax.Array  # [R]
-    tokens: np.ndarray | jax.Array  # [prefill tokens]
-    page_rows: np.ndarray | jax.Array  # [M]
-    page_index: np.ndarray | jax.Array  # [M]
-    page_ids: np.ndarray | jax.Array  # [M]
-    admit_rows: np.ndarray | jax.Array  # [R]
-    admit_slots: np.ndarray | jax.Array  # [R]
-    admit_prompt_length: np.ndarray | jax.Array  # [R]
-    admit_seeds: np.ndarray | jax.Array  # [R, 2], bits of uint32
-    admit_top_k: np.ndarray | jax.Array  # [R]
-    admit_logprobs: np.ndarray | jax.Array  # [R]
+    num_decode: Leaf  # []
+    num_chunks: Leaf  # []
+    lane_rows: Leaf  # [R]
+    chunk_starts: Leaf  # [R]
+    cu_seqlens: Leaf  # [R + 1]
+    chunk_is_last: Leaf  # [R]
+    tokens: Leaf  # [prefill tokens]
+    page_rows: Leaf  # [M]
+    page_index: Leaf  # [M]
+    page_ids: Leaf  # [M]
+    admit_rows: Leaf  # [R]
+    admit_slots: Leaf  # [R]
+    admit_prompt_length: Leaf  # [R]
+    admit_seeds: Leaf  # [R, 2], bits of uint32
+    admit_top_k: Leaf  # [R]
+    admit_logprobs: Leaf  # [R]
     admit_floats: (
         np.ndarray | jax.Array
     )  # [R, 6], bits of float32: temperature top_p min_p presence frequency repetition
 
 
 @functools.cache
-def layout(shape: StepShape) -> StepInputs:
-    """Shapes of the fields."""
+def layout(shape: StepShape) -> dict[str, tuple[int, ...]]:
+    """Shapes of the fields, in their order."""
     rows, pages = (shape.rows,), (shape.max_pages,)
-    return StepInputs(
-        num_decode=(),
-        num_chunks=(),
-        lane_rows=rows,
-        chunk_starts=rows,
-        cu_seqlens=(shape.rows + 1,),
-        chunk_is_last=rows,
-        tokens=(shape.prefill_tokens,),
-        page_rows=pages,
-        page_index=pages,
-        page_ids=pages,
-        admit_rows=rows,
-        admit_slots=rows,
-        admit_prompt_length=rows,
-        admit_seeds=(*rows, 2),
-        admit_top_k=rows,
-        admit_logprobs=rows,
-        admit_floats=(*rows, 6),
-    )  # pyright: ignore[reportArgumentType]
+    return {
+        "num_decode": (),
+        "num_chunks": (),
+        "lane_rows": rows,
+        "chunk_starts": rows,
+        "cu_seqlens": (shape.rows + 1,),
+        "chunk_is_last": rows,
+        "tokens": (shape.prefill_tokens,),
+        "page_rows": pages,
+        "page_index": pages,
+        "page_ids": pages,
+        "admit_rows": rows,
+        "admit_slots": rows,
+        "admit_prompt_length": rows,
+        "admit_seeds": (*rows, 2),
+        "admit_top_k": rows,
+        "admit_logprobs": rows,
+        "admit_floats": (*rows, 6),
+    }
 
 
 def neutral(shape: StepShape, null_row: int) -> StepInputs:
     """Inputs of a step that does nothing, to be filled in place."""
-    fields = StepInputs(*(np.zeros(s, np.int32) for s in layout(shape)))
+    fields = StepInputs(**{name: np.zeros(size, np.int32) for name, size in layout(shape).items()})
     for lanes in (fields.lane_rows, fields.page_rows, fields.admit_rows):
         lanes[...] = null_row
     return fields
@@ -120,7 +120,7 @@ def pack(inputs: StepInputs) -> np.ndarray:
 def unpack(vector: jax.Array, shape: StepShape) -> StepInputs:
     """Static slices of the vector, in the program."""
     fields, start = [], 0
-    for field in layout(shape):
+    for field in layout(shape).values():
         size = int(np.prod(field, dtype=np.int64))
         fields.append(lax.slice_in_dim(vector, start, start + size).reshape(field))
         start += size
@@ -129,7 +129,7 @@ def unpack(vector: jax.Array, shape: StepShape) -> StepInputs:
 
 def packed_size(shape: StepShape) -> int:
     """Length of the packed vector."""
-    return sum(int(np.prod(field, dtype=np.int64)) for field in layout(shape))
+    return sum(int(np.prod(field, dtype=np.int64)) for field in layout(shape).values())
 
 
 class Geometry(NamedTuple):

@@ -13,9 +13,9 @@ from k3jax.layers import HIGHEST
 def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     """(I + lower)^-1 for a strictly lower `lower` of any size.
 
-    Inverses P, Q of neighbouring diagonal blocks are joined to [[P, 0], [-Q L P, Q]], for all blocks of a width in one pair
-    of products. Like forward substitution this forms no power of `lower`: 64 identical keys, where repeated squaring is off
-    by 1e10, stay exact in float32.
+    Inverses P, Q of neighbouring diagonal blocks are joined to [[P, 0], [-Q L P, Q]], for all blocks of a width in one
+    pair of products. Like forward substitution this forms no power of `lower`: 64 identical keys, where repeated
+    squaring is off by 1e10, stay exact in float32.
     """
     length = lower.shape[-1]
     rows, columns = jnp.arange(length)[:, None], jnp.arange(length)[None, :]

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator

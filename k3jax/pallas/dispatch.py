@@ -34,7 +34,7 @@ class Choice:
 def choose(platform: str) -> tuple[Ops, tuple[Choice, ...]]:
     """Pick implementations for devices of `platform` ("cpu", "gpu")."""
     by_row = {"mla_decode": mla_serving.decode_by_row} if platform == "cpu" else {}
-    reasons = {name: "a row at a time: each walks its own context only" for name in by_row}
+    reasons = dict.fromkeys(by_row, "a row at a time: each walks its own context only")
     names = [field.name for field in dataclasses.fields(Ops)]
     other = "the XLA reference is the only implementation"
     return Ops(**by_row), tuple(Choice(op=name, backend="xla", reason=reasons.get(name, other)) for name in names)

@@ -11,7 +11,8 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the code inside `shard_map` is spread: mesh axes and their sizes, and what is sharded beyond heads and widths.
+    """How the code inside `shard_map` is spread: mesh axes and their sizes, and what is sharded beyond heads and
+    widths.
 
     The tensor-parallel degree is the product of all sizes; rank order is row-major over the axes.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from k3jax.sharding.collectives import Parallel
 AXES = ("tp", "dcp")
 
 
-def make_mesh(tp: int = 1, dcp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(tp: int = 1, dcp: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A (tp, dcp) mesh over the first tp x dcp devices."""
     available = list(devices if devices is not None else jax.devices())
     if tp * dcp > len(available):

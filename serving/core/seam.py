@@ -1,6 +1,7 @@
 """The executor seam: what the engine asks of whatever runs the device step.
 
-`serving.executor.DeviceExecutor` is the real one, `serving.fake_executor.FakeExecutor` the one for tests without a device.
+`serving.executor.DeviceExecutor` is the real one, `serving.fake_executor.FakeExecutor` the one for tests without a
+device.
 """
 
 from __future__ import annotations

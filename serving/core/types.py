@@ -1,8 +1,8 @@
 """The records that cross the seams of the server.
 
 Three seams meet here and nowhere else: front end -> engine (`GenerationRequest` in, `OutputDelta` out), scheduler ->
-device (`StepPlan` out, `StepResult` in), and executor -> scheduler (`ExecutorLimits`). Everything is plain Python, frozen
-and serialisable, so that a plan can cross a process or a host.
+device (`StepPlan` out, `StepResult` in), and executor -> scheduler (`ExecutorLimits`). Everything is plain Python,
+frozen and serialisable, so that a plan can cross a process or a host.
 """
 
 from __future__ import annotations
