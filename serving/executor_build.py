@@ -1,0 +1,125 @@
+"""The device side of a launch: settings left open get their values, weights are loaded, the executor is built."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from k3jax import params as parameter_tree
+from k3jax.checkpoint_reader import open_checkpoint
+from k3jax.config import MXFP4_GROUP, K3Config
+from k3jax.loading import compute_dtype, expert_format, fill
+from k3jax.pallas import dispatch
+from k3jax.programs import StepProgram
+from k3jax.sharding import rules
+from k3jax.sharding.mesh import make_mesh, parallel_of
+from serving.config import ConfigError, ServeConfig
+from serving.core.types import ExecutorLimits
+from serving.executor import DeviceExecutor
+from serving.sizing import plan_sizes
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str], None]
+
+
+def build_executor(
+    config: ServeConfig, model_config: K3Config, folder: pathlib.Path, report: Progress
+) -> DeviceExecutor:
+    """Load the weights, size the pools and compile every program.
+
+    Raises `ConfigError`, `LoadError` or `ValueError` with one line that says what cannot work.
+    """
+    _prepare_jax(config)
+    platform = jax.default_backend()
+    if config.dtype == "float64" and platform != "cpu":
+        raise ConfigError("--dtype=float64 is for equality tests on a CPU. Use auto, bfloat16 or float32 on a GPU.")
+    dtype = compute_dtype(config.dtype)
+    mesh = make_mesh(config.tp, config.dcp)
+    is_dummy = config.load_format == "dummy"
+    checkpoint = None if is_dummy else open_checkpoint(folder)
+    tree = parameter_tree.abstract(model_config, expert_format(checkpoint) if checkpoint else "mxfp4")
+    parallel = _parallel(config, model_config, mesh)
+    rules.check_divisible(tree, model_config, parallel)
+    report("loading weights")
+    if checkpoint is None:
+        shardings = rules.param_shardings(tree, mesh, parallel)
+        draw = jax.jit(lambda key: parameter_tree.init(tree, key, dtype), out_shardings=shardings)
+        weights = draw(jax.random.key(config.seed))
+    else:
+        weights = fill(checkpoint, model_config, dtype, mesh, parallel)
+    sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0])
+    ops, kernels = dispatch.choose(platform)
+    program = StepProgram(
+        config=model_config,
+        cache_shape=sizes.cache_shape,
+        tree=tree,
+        dtype=dtype,
+        mesh=mesh,
+        parallel=parallel,
+        ops=ops,
+        unstacked=platform == "cpu",
+    )
+    for choice in kernels:
+        logger.info("%s runs on %s: %s", choice.op, choice.backend, choice.reason)
+    logger.info("%s", sizes.describe())
+    report("compiling programs")
+    limits = ExecutorLimits(
+        num_rows=sizes.cache_shape.num_rows,
+        num_pages=sizes.cache_shape.num_pages,
+        num_slots=sizes.cache_shape.num_slots,
+        page_size=sizes.page_size,
+        max_step_tokens=sizes.max_step_tokens,
+        max_model_len=sizes.max_model_len,
+        vocab_size=model_config.vocab_size,
+    )
+    return DeviceExecutor(program, weights, limits, kernels=kernels, cache=_cache_folder(config), progress=report)
+
+
+def prepare_environment(config: ServeConfig) -> None:
+    """Settings that jax reads when its backend starts. The user's own environment wins over what no flag says."""
+    if config.memory_fraction is None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    else:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.memory_fraction)
+
+
+def _prepare_jax(config: ServeConfig) -> None:
+    if config.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    if config.tp * config.dcp > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # Means nothing on a GPU, and comes too late where the process uses jax already: then the mesh decides.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", config.tp * config.dcp)
+    if config.compile_cache or not jax.config.jax_compilation_cache_dir:  # the user's own environment may name one
+        cache = _cache_folder(config)
+        cache.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _cache_folder(config: ServeConfig) -> pathlib.Path:
+    """Where compiled programs are kept between starts."""
+    if config.compile_cache:
+        return pathlib.Path(config.compile_cache)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "k3jax" / "programs"
+
+
+def _parallel(config: ServeConfig, model_config: K3Config, mesh: Any) -> Any:
+    """Whole experts only where the inner width does not divide; latents sharded where their weights are large."""
+    degree = mesh.size
+    if config.shard_latents == "on" and degree == 1:
+        raise ConfigError("--shard-latents=on has no effect on one device. Leave it out or raise --tp.")
+    sliced = model_config.moe_intermediate_size % (MXFP4_GROUP * degree) == 0
+    whole = not sliced and model_config.num_experts % degree == 0
+    latent_bytes = 2 * model_config.hidden_size * model_config.routed_expert_hidden_size
+    is_large = latent_bytes >= 8 * 2**20  # below it two more collectives a layer cost more than the bytes saved
+    shard = {"on": True, "off": False, "auto": is_large and degree > 1}[config.shard_latents]
+    return parallel_of(mesh, shard_latents=shard, whole_experts=whole)
