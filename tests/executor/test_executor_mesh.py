@@ -23,7 +23,10 @@ def requests():
 
 @pytest.mark.parametrize(
     ("tp", "options"),
-    [(2, {"whole_experts": True}), (8, {"shard_latents": True})],
+    [
+        pytest.param(2, {"whole_experts": True}, marks=pytest.mark.slow),
+        (8, {"shard_latents": True}),
+    ],
     ids=["tp2-whole-experts", "tp8-sharded-latents"],
 )
 def test_every_degree_gives_the_tokens_and_logprobs_of_one_device(executor, tp, options):
