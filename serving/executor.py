@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 import threading
 import time
@@ -204,7 +205,7 @@ class DeviceExecutor:
             array.delete()
 
     def _compile_all(self, progress: Progress | None) -> tuple[dict[StepShape, Any], CompileReport]:
-        """Compile or load all buckets, two at a time: XLA compiles one program mostly on one core."""
+        """Compile or load all buckets side by side: XLA compiles one program mostly on one core."""
         started = time.monotonic()
         compiled: dict[StepShape, Any] = {}
 
@@ -214,7 +215,7 @@ class DeviceExecutor:
             with self._watch.counting():
                 return load_or_compile(self._program, shape, self._cache)
 
-        with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+        with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             futures = {pool.submit(compile_one, shape): shape for shape in reversed(self._shapes)}
             for future in concurrent.futures.as_completed(futures):
                 compiled[futures[future]], was_loaded = future.result()

@@ -1,0 +1,127 @@
+"""Checks that only mean something on a GPU; `python scripts/gpu_check.py --op step --op demo` on the machine that has one.
+
+step: the mixed decode + prefill program of the demo keeps its pools in place: no copy of a pool in the optimised program,
+temporary memory below one layer of the smallest pool.
+demo: the demo (without thinking) in bf16 on the GPU gives the answers it gives in float32 on the CPU of the same machine, wherever the CPU's
+smallest margin between the two best tokens exceeds 0.5 (the rest may differ by rounding and are only counted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+MARGIN = 0.5
+QUESTIONS = ROOT / "demo" / "questions.jsonl"
+
+
+def main() -> int:
+    """Run the checks asked for; exit status 1 when one fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", action="append", choices=("step", "demo"), help="check to run; repeat for several")
+    parser.add_argument("--questions", type=int, default=50, help="known questions to ask (default: 50)")
+    parser.add_argument("--answer", metavar="DTYPE", help=argparse.SUPPRESS)  # one side of `demo`, in its own process
+    args = parser.parse_args()
+    if args.answer:
+        return answer(args.answer, args.questions)
+    if not args.op:
+        parser.error("name a check with --op")
+    checks = {"step": check_step, "demo": lambda: check_demo(args.questions)}
+    results = [checks[op]() for op in args.op]
+    return 0 if all(results) else 1
+
+
+def check_step() -> bool:
+    """Compile the mixed program for big pools and read it."""
+    import jax
+    import jax.numpy as jnp
+
+    from k3jax import cache, params, presets
+    from k3jax.pallas import dispatch
+    from k3jax.program_text import ArrayType, parse, pool_copies
+    from k3jax.programs import StepProgram
+    from k3jax.sharding.mesh import make_mesh, parallel_of
+    from k3jax.step_inputs import StepShape
+
+    mesh = make_mesh()
+    shape = cache.CacheShape(num_rows=64, num_pages=20_001, num_slots=1025, pages_per_row=256)
+    program = StepProgram(
+        config=presets.demo(),
+        cache_shape=shape,
+        tree=params.abstract(presets.demo()),
+        dtype=jnp.bfloat16,
+        mesh=mesh,
+        parallel=parallel_of(mesh),
+        ops=dispatch.choose(jax.default_backend())[0],
+    )
+    compiled = program.compile(StepShape(rows=64, prefill_tokens=512))
+    pools = cache.pool_shapes(program.config, shape, program.dtype)
+    names = {"bfloat16": "bf16", "float32": "f32"}
+    types = [ArrayType(names[pool.dtype.name], pool.shape) for pool in pools]
+    copies = pool_copies(parse(compiled.as_text()), types)
+    memory = compiled.memory_analysis()
+    sizes = [math.prod(pool.shape[1:]) * pool.dtype.itemsize for pool in (pools.mla, pools.kda)]
+    is_small = memory.temp_size_in_bytes < min(sizes)
+    print(
+        f"step on {jax.devices()[0].device_kind}: {len(copies)} pool copies, {memory.temp_size_in_bytes / 1e6:.0f} MB of "
+        f"temporaries against {min(sizes) / 1e6:.0f} MB for one layer of the smaller pool"
+    )
+    for instruction in copies:
+        print(f"  {instruction.opcode} {instruction.results} in {instruction.scope}")
+    return not copies and is_small
+
+
+def check_demo(num_questions: int) -> bool:
+    """Ask both sides and compare where the CPU was sure."""
+    sides = {name: _ask(name, num_questions) for name in ("float32", "bfloat16")}
+    sure = [i for i, reply in enumerate(sides["float32"]) if reply["margin"] > MARGIN]
+    same = [i for i, reply in enumerate(sides["float32"]) if reply["token_ids"] == sides["bfloat16"][i]["token_ids"]]
+    wrong = sorted(set(sure) - set(same))
+    print(
+        f"demo: {len(same)} of {num_questions} answers equal; {len(sure)} had a smallest margin above {MARGIN} on the CPU, "
+        f"{len(sure) - len(wrong)} of those are equal"
+    )
+    for i in wrong:
+        print(f"  {sides['float32'][i]['question']}: {sides['float32'][i]['text']} / {sides['bfloat16'][i]['text']}")
+    return not wrong
+
+
+def _ask(dtype: str, num_questions: int) -> list[dict]:
+    environment = dict(os.environ)
+    if dtype == "float32":
+        environment["JAX_PLATFORMS"] = "cpu"
+    command = [sys.executable, __file__, "--answer", dtype, "--questions", str(num_questions)]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def answer(dtype: str, num_questions: int) -> int:
+    """Print one JSON line per known question: ids, text and the smallest margin between the two best tokens."""
+    from k3jax.chat import load_chat_literals, render_chat
+    from serving.llm import LLM
+
+    lines = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    questions = [line["question"] for line in lines if line["split"] == "train"][:num_questions]
+    with LLM("demo", dtype=dtype, max_num_seqs=32, max_step_tokens=512, max_model_len=1024) as llm:
+        literals, tokenizer = load_chat_literals(ROOT / "demo"), llm._require_tokenizer()
+        prompts = [
+            render_chat(tokenizer, [{"role": "user", "content": q}], literals=literals, thinking=False)
+            for q in questions
+        ]
+        replies = llm.generate(prompts, max_tokens=160, temperature=0.0, logprobs=2)
+    for question, reply in zip(questions, replies, strict=True):
+        margins = [step.top[0][1] - step.top[1][1] for step in reply.logprobs]
+        line = {"question": question, "token_ids": list(reply.token_ids), "text": reply.text, "margin": min(margins)}
+        print(json.dumps(line))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
