@@ -96,18 +96,17 @@ def _prepare_jax(config: ServeConfig) -> None:
         # Means nothing on a GPU, and comes too late where the process uses jax already: then the mesh decides.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", config.tp * config.dcp)
-    if config.compile_cache or not jax.config.jax_compilation_cache_dir:  # the user's own environment may name one
-        cache = _cache_folder(config)
-        cache.mkdir(parents=True, exist_ok=True)
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+    cache = _cache_folder(config)
+    cache.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _cache_folder(config: ServeConfig) -> pathlib.Path:
-    """Where compiled programs are kept between starts."""
-    if config.compile_cache:
-        return pathlib.Path(config.compile_cache)
+    """Where compiled programs are kept between starts: the flag's folder, else jax's own setting, else the user's."""
+    if named := config.compile_cache or jax.config.jax_compilation_cache_dir:
+        return pathlib.Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
     return (pathlib.Path(base) if base else pathlib.Path.home() / ".cache") / "k3jax" / "programs"
 

@@ -25,7 +25,7 @@ TREE = params.abstract(CONFIG)
 class Captured(FakeExecutor):
     """Stands in for the compiled programs: keeps what it was built from."""
 
-    def __init__(self, program, weights, limits, *, kernels=(), cache=None, progress=None):
+    def __init__(self, program, weights, limits, *, kernels, cache, progress):
         super().__init__(limits)
         self.program, self.weights, self.kernels, self.cache = program, weights, kernels, cache
 
@@ -55,7 +55,7 @@ def build(monkeypatch, folder, **flags) -> Captured:
             super().__init__(*arguments, **keywords)
             built.append(self)
 
-    monkeypatch.setattr("serving.executor.DeviceExecutor", Remembered)
+    monkeypatch.setattr("serving.executor_build.DeviceExecutor", Remembered)
     engine, tokenizer, _ = launch.build_engine(ServeConfig(model=str(folder), **flags))
     engine.shutdown(0.0)
     assert tokenizer is None
@@ -110,17 +110,19 @@ def test_experts_stay_whole_where_their_width_does_not_divide(monkeypatch, tmp_p
     assert build(monkeypatch, folder, tp=4).program.parallel.whole_experts
 
 
-def test_the_compile_cache_goes_where_the_flag_says_and_else_where_the_user_has_it(monkeypatch, folder, tmp_path):
+def test_programs_are_kept_where_the_flag_says_else_where_jax_is_told_else_with_the_user(monkeypatch, folder, tmp_path):
+    def cache(**flags):
+        executor = build(monkeypatch, folder, **flags)
+        assert jax.config.jax_compilation_cache_dir == str(executor.cache)
+        assert executor.cache.is_dir()
+        return executor.cache
+
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
-    build(monkeypatch, folder)
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "own")
-    build(monkeypatch, folder, compile_cache=str(tmp_path / "flag"))
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "flag")
-    assert (tmp_path / "flag").is_dir()
+    assert cache() == tmp_path / "own"
+    assert cache(compile_cache=str(tmp_path / "flag")) == tmp_path / "flag"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     jax.config.update("jax_compilation_cache_dir", None)
-    build(monkeypatch, folder)
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "home" / "k3jax" / "programs")
+    assert cache() == tmp_path / "home" / "k3jax" / "programs"
 
 
 def test_the_memory_fraction_beats_the_environment_and_is_refused_on_a_cpu(monkeypatch, folder):
