@@ -1,9 +1,10 @@
-"""Checks that only mean something on a GPU; `python scripts/gpu_check.py --op step --op demo` on the machine that has one.
+"""Checks that only mean something on a GPU: `python scripts/gpu_check.py --op step --op demo` on a machine with one.
 
-step: the mixed decode + prefill program of the demo keeps its pools in place: no copy of a pool in the optimised program,
-temporary memory below one layer of the smallest pool.
-demo: the demo (without thinking) in bf16 on the GPU gives the answers it gives in float32 on the CPU of the same machine, wherever the CPU's
-smallest margin between the two best tokens exceeds 0.5 (the rest may differ by rounding and are only counted).
+step: the mixed decode + prefill program of the demo keeps its pools in place: no copy of a pool in the optimised
+program, temporary memory below one layer of the smallest pool.
+demo: the demo (without thinking) in bf16 on the GPU gives the answers it gives in float32 on the CPU of the same
+machine, wherever the CPU's smallest margin between the two best tokens exceeds 0.5. The other answers may differ by
+rounding and are only counted.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def check_step() -> bool:
     sizes = [math.prod(pool.shape[1:]) * pool.dtype.itemsize for pool in (pools.mla, pools.kda)]
     is_small = memory.temp_size_in_bytes < min(sizes)
     print(
-        f"step on {jax.devices()[0].device_kind}: {len(copies)} pool copies, {memory.temp_size_in_bytes / 1e6:.0f} MB of "
-        f"temporaries against {min(sizes) / 1e6:.0f} MB for one layer of the smaller pool"
+        f"step on {jax.devices()[0].device_kind}: {len(copies)} pool copies, "
+        f"{memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries "
+        f"against {min(sizes) / 1e6:.0f} MB for one layer of the smaller pool"
     )
     for instruction in copies:
         print(f"  {instruction.opcode} {instruction.results} in {instruction.scope}")
@@ -85,8 +87,8 @@ def check_demo(num_questions: int) -> bool:
     same = [i for i, reply in enumerate(sides["float32"]) if reply["token_ids"] == sides["bfloat16"][i]["token_ids"]]
     wrong = sorted(set(sure) - set(same))
     print(
-        f"demo: {len(same)} of {num_questions} answers equal; {len(sure)} had a smallest margin above {MARGIN} on the CPU, "
-        f"{len(sure) - len(wrong)} of those are equal"
+        f"demo: {len(same)} of {num_questions} answers equal; {len(sure)} had a smallest margin above {MARGIN} "
+        f"on the CPU, {len(sure) - len(wrong)} of those are equal"
     )
     for i in wrong:
         print(f"  {sides['float32'][i]['question']}: {sides['float32'][i]['text']} / {sides['bfloat16'][i]['text']}")
