@@ -75,7 +75,7 @@ def test_the_test_command_runs_every_check_even_after_one_failed(checkout):
     python.write_text(python.read_text() + '[ "$2" != ruff ]\n')
     result = run(str(checkout / "scripts/test"), K3JAX_PYTHON=str(python), CI="")
     assert result.returncode == 1
-    assert "-m pyright" in result.stdout and result.stdout.endswith("-m pytest\n")
+    assert "-m pyright" in result.stdout and result.stdout.endswith("-m pytest -n 2 --dist loadfile\n")
     assert result.stderr == "scripts/test: failed: ruff check,ruff format\n"
 
 
@@ -90,7 +90,7 @@ def test_checks_that_a_chosen_interpreter_cannot_run_are_reported_as_not_run(che
 def test_in_ci_the_slow_tests_run_too(checkout):
     result = run(str(checkout / "scripts/test"), K3JAX_PYTHON=str(checkout / "python"), CI="true")
     assert result.returncode == 0
-    assert result.stdout.endswith("-m pytest -m not gpu\n")
+    assert result.stdout.endswith("-m pytest -n 2 --dist loadfile -m not gpu\n")
 
 
 def fake_uv(folder, script: str) -> str:
