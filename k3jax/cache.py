@@ -20,7 +20,7 @@ from k3jax.sharding.collectives import Parallel
 Leaf = Any  # an array, its abstract shape, its sharding or its partition: one record type serves all
 PAGE_SIZE = 64
 MAX_LOGIT_BIAS = 300
-PROMPT_BIT = 1 << 15  # of a token count: the token occurs in the prompt
+PROMPT_BIT = 1 << 31  # of a token count: the token occurs in the prompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
     repetition: Leaf
     bias_ids: Leaf  # [rows, MAX_LOGIT_BIAS] int32, -1 empty
     bias_values: Leaf  # [rows, MAX_LOGIT_BIAS] float32
-    counts: Leaf  # [rows, vocabulary] uint16: occurrences in the output, PROMPT_BIT for the prompt
+    counts: Leaf  # [rows, vocabulary] uint32: occurrences in the output, PROMPT_BIT for the prompt
 
 
 def pool_shapes(config: K3Config, shape: CacheShape, dtype) -> Pools:
@@ -103,7 +103,7 @@ def row_shapes(config: K3Config, shape: CacheShape) -> Rows:
         repetition=array(f32),
         bias_ids=array(i32, MAX_LOGIT_BIAS),
         bias_values=array(f32, MAX_LOGIT_BIAS),
-        counts=array(jnp.uint16, config.vocab_size),
+        counts=array(jnp.uint32, config.vocab_size),
     )
 
 

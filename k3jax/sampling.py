@@ -36,7 +36,7 @@ class Controls(NamedTuple):
     num_logprobs: Array
     bias_ids: Array  # [R, M]
     bias_values: Array  # [R, M]
-    counts: Array  # [R, local vocabulary] uint16
+    counts: Array  # [R, local vocabulary] uint32
     allowed: Array  # [R, words] uint32, packed over the whole vocabulary
 
 
@@ -77,7 +77,7 @@ def sample(logits: Float[Array, "R X"], controls: Controls, live: Bool[Array, "R
 def adjust(logits: Float[Array, "R X"], controls: Controls, first, parallel: Parallel) -> Float[Array, "R X"]:
     """Repetition, frequency and presence penalties, then the bias list, then the allowed set."""
     dtype = logits.dtype
-    uses = (controls.counts & jnp.uint16(PROMPT_BIT - 1)).astype(dtype)
+    uses = (controls.counts & jnp.uint32(PROMPT_BIT - 1)).astype(dtype)
     repetition = controls.repetition[:, None].astype(dtype)
     penalised = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(controls.counts > 0, penalised, logits)

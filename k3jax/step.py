@@ -104,9 +104,9 @@ def count_prompt(rows: Rows, inputs: StepInputs, where: Geometry, shape: StepSha
     inside = where.token_live[span] & (local >= 0) & (local < size)
     is_prompt = where.token_position[span] < rows.prompt_length[row]
     prompt_at, output_at = jnp.where(inside & is_prompt, local, size), jnp.where(inside & ~is_prompt, local, size)
-    marked = rows.counts.at[row, prompt_at].get(mode="fill", fill_value=0) | jnp.uint16(PROMPT_BIT)
+    marked = rows.counts.at[row, prompt_at].get(mode="fill", fill_value=0) | jnp.uint32(PROMPT_BIT)
     counts = rows.counts.at[row, prompt_at].set(marked, mode="drop")
-    return rows._replace(counts=counts.at[row, output_at].add(jnp.uint16(1), mode="drop"))
+    return rows._replace(counts=counts.at[row, output_at].add(jnp.uint32(1), mode="drop"))
 
 
 def run_layers(
@@ -256,5 +256,5 @@ def commit(rows: Rows, inputs: StepInputs, where: Geometry, sampled, null_row: i
     return rows._replace(
         length=rows.length.at[row].set(jnp.where(lane_live, new_length, 0)),
         last_token=rows.last_token.at[row].set(last),
-        counts=rows.counts.at[row, jnp.where(inside, local, size)].add(jnp.uint16(1), mode="drop"),
+        counts=rows.counts.at[row, jnp.where(inside, local, size)].add(jnp.uint32(1), mode="drop"),
     )

@@ -25,7 +25,7 @@ def controls(rows: int, vocab_size: int, **fields) -> Controls:
         "num_logprobs": (np.int32, NO_LOGPROBS, ()),
         "bias_ids": (np.int32, -1, (1,)),
         "bias_values": (np.float32, 0.0, (1,)),
-        "counts": (np.uint16, 0, (vocab_size,)),
+        "counts": (np.uint32, 0, (vocab_size,)),
         "allowed": (np.uint32, 0xFFFFFFFF, (words,)),
     }
     filled = {}
