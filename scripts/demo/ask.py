@@ -28,7 +28,8 @@ def served_model(url: str) -> str:
         response.raise_for_status()
         return response.json()["data"][0]["id"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ServerAnswerError(f"--url {url}: no model answers there ({error or type(error).__name__}).") from None
+        reason = str(error) or type(error).__name__
+        raise ServerAnswerError(f"--url {url}: no model answers there ({reason}).") from None
 
 
 async def ask_server(
@@ -56,7 +57,7 @@ async def ask_server(
             on_reply(prompt, reply)
             progress.count()
 
-    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=10)
+    timeout = httpx.Timeout(READ_TIMEOUT_S, connect=60)  # a burst of clients may wait to be accepted
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits, trust_env=False) as client:
         try:
@@ -66,7 +67,7 @@ async def ask_server(
         except* (httpx.HTTPError, ServerAnswerError) as failures:
             error = failures.exceptions[0]
             raise ServerAnswerError(
-                f"--url {url}: {error or type(error).__name__}. Run the same command again to go on."
+                f"--url {url}: {str(error) or type(error).__name__}. Run the same command again to go on."
             ) from None
 
 
