@@ -15,6 +15,7 @@ import pathlib
 import pickle
 import platform
 import tempfile
+import threading
 
 import jax
 import jaxlib.version
@@ -24,6 +25,7 @@ from k3jax.programs import StepProgram
 from k3jax.step_inputs import StepShape
 
 logger = logging.getLogger(__name__)
+DIGEST_BYTES = 32
 
 
 def load_or_compile(
@@ -36,15 +38,47 @@ def load_or_compile(
     if path.is_file():
         try:
             # The folder is the user's own; like every compile cache it must not be writable by others.
-            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes())), True
+            stored = pickle.loads(_content(path))
+            # Without the devices it would be loaded for all that the process has, used or not.
+            devices = list(program.mesh.devices.flat)
+            return serialize_executable.deserialize_and_load(*stored, execution_devices=devices), True
         except Exception as error:
             logger.warning("%s does not load (%s); compiling again", path, error)
+    hits_before = _jax_cache_hits()
     compiled = program.compile(shape)
+    if _jax_cache_hits() > hits_before:
+        # Came from JAX's own cache. Such an executable must not be serialised again: on a CPU it loses its functions.
+        return compiled, True
     try:
         _write(path, pickle.dumps(serialize_executable.serialize(compiled)))
     except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
         logger.warning("%s could not be written (%s); the next start compiles again", path, error)
     return compiled, False
+
+
+_here = threading.local()
+
+
+def _count_hit(event: str, **_: str | int) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _here.hits = _jax_cache_hits() + 1
+
+
+def _jax_cache_hits() -> int:
+    """Programs that JAX took from its own cache on this thread."""
+    return getattr(_here, "hits", 0)
+
+
+jax.monitoring.register_event_listener(_count_hit)
+
+
+def _content(path: pathlib.Path) -> bytes:
+    """What stands behind the digest. Raises `ValueError`: a flipped bit in machine code would not show by itself."""
+    stored = path.read_bytes()
+    digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
+    if hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() != digest:
+        raise ValueError("its digest does not fit its content")
+    return content
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
@@ -53,6 +87,7 @@ def _write(path: pathlib.Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest())
             file.write(content)
         os.replace(temporary, path)
     except BaseException:

@@ -35,9 +35,14 @@ def check_divisible(tree: Tree, config: K3Config, parallel: Parallel) -> None:
         working = [d for d in range(1, 2 * degree + 1) if not _problems(tree, config, parallel, d)]
         nearest = sorted(working, key=lambda d: (abs(d - degree), d))[:2]
         raise ConfigError(
-            f"tensor-parallel degree {degree} (tp x dcp) does not divide this model: {'; '.join(problems)}. "
+            f"tensor-parallel degree {degree} (tp x dcp) does not divide this model: {_some(problems)}. "
             f"Nearest degrees that do: {', '.join(map(str, nearest))}"
         )
+
+
+def _some(problems: list[str], count: int = 4) -> str:
+    more = f"; and {len(problems) - count} more" if len(problems) > count else ""
+    return "; ".join(problems[:count]) + more
 
 
 def _problems(tree: Tree, config: K3Config, parallel: Parallel, degree: int) -> list[str]:

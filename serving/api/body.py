@@ -11,6 +11,7 @@ from serving.api.errors import ApiError, invalid
 from serving.api.wire import Body
 
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
 
@@ -60,9 +61,16 @@ def decode_body[BodyType: Body](body: bytes, kind: type[BodyType]) -> BodyType:
         raise _shape_error(str(error)) from None
     except msgspec.DecodeError as error:
         # NaN and Infinity end here too: they are not JSON.
-        raise ApiError(f"The body is not valid JSON: {error}.") from None
+        raise ApiError(f"The body is not valid JSON: {error}.{_surrogate_hint(body)}") from None
     except RecursionError:
         raise ApiError("The body is nested too deeply. Send a flatter document.") from None
+
+
+def _surrogate_hint(body: bytes) -> str:
+    """msgspec calls half of a surrogate pair truncated data."""
+    if _SURROGATE.search(body) is None:
+        return ""
+    return r" It has a \uD8xx to \uDFxx escape: such escapes come in pairs, high then low."
 
 
 def _shape_error(message: str) -> ApiError:
