@@ -1,7 +1,6 @@
 """Compiled programs on disk: found again, and never loaded from a damaged file."""
 
 import secrets
-import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import pytest
 
 from k3jax import program_cache
 from k3jax.sharding.mesh import make_mesh
+from k3jax.step_inputs import StepShape
 
 
 class CountingProgram:
@@ -32,7 +32,7 @@ def program(monkeypatch) -> CountingProgram:
 
 
 def run(program, folder):
-    compiled, was_loaded = program_cache.load_or_compile(program, types.SimpleNamespace(), folder)
+    compiled, was_loaded = program_cache.load_or_compile(program, StepShape(rows=8, prefill_tokens=0), folder)
     assert (compiled(jnp.arange(3.0)) - program.offset).tolist() == [0.0, 2.0, 4.0]
     return was_loaded
 
