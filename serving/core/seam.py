@@ -6,9 +6,10 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
-from serving.core.types import ExecutorLimits, StepPlan, StepResult
+from serving.core.types import ExecutorLimits, StepPlan, StepResult, Transfer, TransferResult
 
 
 class StepRejected(Exception):
@@ -32,8 +33,21 @@ class Executor(Protocol):
         """Wait for the oldest submitted step and return it. Raises `DeviceFailure`."""
         ...
 
+    def transfer(self, transfer: Transfer) -> None:
+        """Start a copy to or from the state store; never waits. Only with `limits.host_cache_bytes` above 0."""
+        ...
+
+    def finished_transfers(self, wait_s: float = 0.0) -> tuple[TransferResult, ...]:
+        """Transfers that ended since the last call; waits up to `wait_s` for the first when none has."""
+        ...
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drop entries of the state store. Keys that are not there are ignored."""
+        ...
+
     def reset(self) -> None:
-        """Drop all rows, pages and slots and rebuild empty pools."""
+        """Drop all rows, pages and slots and rebuild empty pools. Transfers in flight are forgotten; the state store
+        keeps what was stored whole."""
         ...
 
     def info(self) -> dict[str, object]:

@@ -70,6 +70,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    queued_s: float | None = None  # from arrival to the first admission; on the first delta with tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,30 @@ class RowAdmission:
     # Chunk tokens from this position on were generated before a preemption or a device failure: presence and frequency
     # penalties count them. None: every chunk token is prompt.
     num_prompt_tokens: int | None = None
+    # Positions the row starts with: its first pages hold them (they may be shared, and are never written again) and the
+    # slot holds the state there once the step's slot copies are done. The row's first chunk starts here.
+    num_cached: int = 0
+    # The tokens of those positions, when the request's penalties count them; () otherwise.
+    cached_token_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCopy:
+    """State and conv tail of slot `source` are copied to slot `target` before anything else of the step."""
+
+    source: int
+    target: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateExport:
+    """A chunk also writes the state after its sequence's first `position` tokens to `slot`, which no row owns.
+
+    `k3jax.export_rule.export_refusal` says which positions a chunk can export.
+    """
+
+    position: int
+    slot: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +119,7 @@ class PrefillChunk:
     start: int
     token_ids: tuple[int, ...]
     is_last: bool
+    export: StateExport | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +143,12 @@ class TokenMask:
 class StepPlan:
     """Deltas that turn the device's row state into the next step; applied in field order.
 
-    A row occurs at most once in `decode_rows` and `chunks` together. Rows named nowhere are untouched.
+    Slot copies see the slots as the step before left them and run one after the other. A row occurs at most once in
+    `decode_rows` and `chunks` together. Rows named nowhere are untouched.
     """
 
     step: int
+    slot_copies: tuple[SlotCopy, ...] = ()
     released: tuple[int, ...] = ()
     admitted: tuple[RowAdmission, ...] = ()
     pages: tuple[PageAppend, ...] = ()
@@ -147,6 +175,50 @@ class StepResult:
     rows: tuple[RowResult, ...]
 
 
+class TransferKind(enum.StrEnum):
+    """Which way a transfer goes, seen from the device."""
+
+    STORE = "store"
+    LOAD = "load"
+
+
+class EntryKind(enum.StrEnum):
+    """What one entry of a transfer is: a page of MLA latents, or a slot of KDA state and conv tail."""
+
+    PAGE = "page"
+    SLOT = "slot"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEntry:
+    """One page or slot of the device and the key of its bytes in the state store."""
+
+    key: bytes
+    kind: EntryKind
+    device_id: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A copy between the device and the state store that runs beside the steps.
+
+    A store reads what the steps submitted before it leave behind; a load is visible to the steps submitted after it was
+    reported finished. Until then the scheduler keeps every device id of the transfer out of use.
+    """
+
+    transfer_id: int
+    kind: TransferKind
+    entries: tuple[TransferEntry, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TransferResult:
+    """A finished transfer. `is_ok` is False when a part was lost or could not be copied: then none of it counts."""
+
+    transfer_id: int
+    is_ok: bool = True
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorLimits:
     """What the device holds; the scheduler stays inside it, the front end refuses what can never fit."""
@@ -161,3 +233,7 @@ class ExecutorLimits:
     max_logit_bias: int = 300  # entries per request
     max_logprobs: int = 20  # best tokens per position
     max_stop_token_ids: int = 16
+    page_bytes: int = 1  # of one page over all layers and ranks; with the next, what an eviction frees
+    slot_bytes: int = 1
+    host_cache_bytes: int = 0  # capacity of the state store; 0: none
+    identity: str = ""  # all that decides the bytes of pages and slots: model, dtypes, layout, mesh; root of the keys
