@@ -13,16 +13,16 @@ import jax
 
 from k3jax import params as parameter_tree
 from k3jax.checkpoint_reader import open_checkpoint
-from k3jax.config import MXFP4_GROUP, K3Config
+from k3jax.config import K3Config
 from k3jax.loading import compute_dtype, expert_format, fill
 from k3jax.pallas import dispatch
 from k3jax.programs import StepProgram
 from k3jax.sharding import rules
-from k3jax.sharding.mesh import make_mesh, parallel_of
+from k3jax.sharding.mesh import make_mesh
 from serving.config import ConfigError, ServeConfig
 from serving.core.types import ExecutorLimits
 from serving.executor import DeviceExecutor
-from serving.sizing import plan_sizes
+from serving.sizing import MEMORY_FRACTION, plan_sizes
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -84,7 +84,7 @@ def build_executor(
 def prepare_environment(config: ServeConfig) -> None:
     """Settings that jax reads when its backend starts. The user's own environment wins over what no flag says."""
     if config.memory_fraction is None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     else:
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.memory_fraction)
 
@@ -112,13 +112,7 @@ def _cache_folder(config: ServeConfig) -> pathlib.Path:
 
 
 def _parallel(config: ServeConfig, model_config: K3Config, mesh: Any) -> Any:
-    """Whole experts only where the inner width does not divide; latents sharded where their weights are large."""
-    degree = mesh.size
-    if config.shard_latents == "on" and degree == 1:
+    if config.shard_latents == "on" and mesh.size == 1:
         raise ConfigError("--shard-latents=on has no effect on one device. Leave it out or raise --tp.")
-    sliced = model_config.moe_intermediate_size % (MXFP4_GROUP * degree) == 0
-    whole = not sliced and model_config.num_experts % degree == 0
-    latent_bytes = 2 * model_config.hidden_size * model_config.routed_expert_hidden_size
-    is_large = latent_bytes >= 8 * 2**20  # below it two more collectives a layer cost more than the bytes saved
-    shard = {"on": True, "off": False, "auto": is_large and degree > 1}[config.shard_latents]
-    return parallel_of(mesh, shard_latents=shard, whole_experts=whole)
+    shard = {"on": True, "off": False, "auto": None}[config.shard_latents]
+    return rules.choose_parallel(model_config, mesh.devices.shape, shard)

@@ -13,6 +13,7 @@ from k3jax.sharding.collectives import Parallel
 from serving.config import ConfigError, ServeConfig
 
 CPU_POOL_BYTES = 2**30  # pages on a CPU unless pinned: enough to try things, small enough for a laptop
+MEMORY_FRACTION = 0.9  # of a GPU, for everything, unless --memory-fraction says
 WORKSPACE_SHARE = 0.08  # of a GPU's budget, for the programs' temporary memory
 
 

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import math
+
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.config import MXFP4_GROUP, ConfigError, K3Config
 from k3jax.params import ParamSpec, Tree, flatten, map_tree
 from k3jax.sharding.collectives import Parallel
+from k3jax.sharding.mesh import AXES
+
+LARGE_LATENT_BYTES = 8 * 2**20  # below it two more collectives a layer cost more than the bytes saved
+
+
+def choose_parallel(config: K3Config, sizes: tuple[int, ...], shard_latents: bool | None = None) -> Parallel:
+    """How a (tp, dcp) mesh of these sizes is used: experts whole only where their inner width does not divide, latents
+    sharded where their weights are large, unless `shard_latents` says."""
+    degree = math.prod(sizes)
+    sliced = config.moe_intermediate_size % (MXFP4_GROUP * degree) == 0
+    whole = not sliced and config.num_experts % degree == 0
+    if shard_latents is None:
+        latent_bytes = 2 * config.hidden_size * config.routed_expert_hidden_size
+        shard_latents = degree > 1 and latent_bytes >= LARGE_LATENT_BYTES
+    return Parallel(axes=AXES, sizes=sizes, shard_latents=shard_latents, whole_experts=whole)
 
 
 def partition_spec(axes: tuple[str | None, ...], parallel: Parallel) -> PartitionSpec:

@@ -1,0 +1,87 @@
+"""What a model folder says it is, target or draft, and everything about its tensors that does not fit that."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from k3jax import loading
+from k3jax.checkpoint_reader import Checkpoint, LoadError
+from k3jax.config import ConfigError, K3Config
+from k3jax.draft_config import DraftConfig, is_draft
+from k3jax.draft_params import for_checkpoint
+from k3jax.params import Tree, abstract
+from k3jax.vision_names import VISION_DTYPE, VisionConfig, projector_shapes, tower_shapes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderConfig:
+    """A parsed `config.json`."""
+
+    raw: Mapping[str, Any]
+    model: K3Config | DraftConfig
+    vision: VisionConfig | None = None
+
+    def tree(self, checkpoint: Checkpoint) -> Tree:
+        """The parameters that the folder must hold, under the names that it uses, in the format its experts have.
+
+        Raises `ConfigError` for a draft with two tensors of one meaning.
+        """
+        if isinstance(self.model, DraftConfig):
+            return for_checkpoint(self.model, checkpoint.tensors)
+        return abstract(self.model, loading.expert_format(checkpoint))
+
+
+def read_folder(path: str | Path, names: Collection[str] = ()) -> FolderConfig:
+    """Read `config.json`, a file or in a folder. `names` are tensors beside it: they may tell a draft too.
+
+    Raises `ConfigError`.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist; a model folder needs a config.json") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} must hold an object, not {type(raw).__name__}")
+    if is_draft(raw, names):
+        return FolderConfig(raw=raw, model=DraftConfig.from_hf(raw))
+    return FolderConfig(raw=raw, model=K3Config.from_hf(raw), vision=VisionConfig.from_hf(raw))
+
+
+def find_problems(checkpoint: Checkpoint, folder: FolderConfig) -> dict[str, list[str]]:
+    """Every fault by kind, from headers alone; empty when there is none.
+
+    Beyond `loading.check` the vision part is held against its configuration. Where there is none, its tensors are
+    carried unchecked. Raises `ConfigError` as `FolderConfig.tree` does.
+    """
+    problems: dict[str, list[str]] = {}
+    try:
+        loading.check(checkpoint, folder.tree(checkpoint))
+    except LoadError as error:
+        problems = dict(error.problems)
+    if folder.vision is not None:
+        _check_vision(checkpoint, folder.vision, problems)
+    return problems
+
+
+def _check_vision(checkpoint: Checkpoint, vision: VisionConfig, problems: dict[str, list[str]]) -> None:
+    wanted = dict((*tower_shapes(vision), *projector_shapes(vision)))
+    for name, shape in wanted.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is None:
+            if name not in checkpoint.lost:
+                problems.setdefault("missing tensors", []).append(name)
+            continue
+        if stored.shape != shape:
+            problems.setdefault("wrong shapes", []).append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
+        if stored.dtype != VISION_DTYPE:
+            problems.setdefault("wrong dtypes", []).append(f"{name} is {stored.dtype}, expected {VISION_DTYPE}")
+    unknown = [name for name in checkpoint.tensors if loading.is_skipped(name) and name not in wanted]
+    if unknown:
+        problems.setdefault("unknown tensors", []).extend(unknown)
