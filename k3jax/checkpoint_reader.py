@@ -1,7 +1,8 @@
-"""The safetensors files of a Hugging Face model folder: where every tensor is, and its bytes on demand.
+"""The tensor files of a model folder: where every tensor is, and its bytes on demand.
 
-Opening reads headers only and collects every fault instead of stopping at the first. Headers are parsed here and not by
-`safetensors`, whose errors name neither the file nor how much of it is there. Nothing here knows the model.
+`open_checkpoint` takes a Hugging Face folder, read here, or an Orbax folder, read by `orbax_store`. Opening reads headers
+only and collects every fault instead of stopping at the first. Headers are parsed here and not by `safetensors`, whose
+errors name neither the file nor how much of it is there. Nothing here knows the model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PARTIAL_SUFFIX = ".partial"  # of the folder of a conversion that has not finished
 MAX_HEADER_BYTES = 200 * 2**20
 MAX_LISTED = 20
 DTYPES: dict[str, np.dtype] = {
@@ -54,16 +56,31 @@ class LoadError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as its file describes it; `offset` counts from the start of the file."""
+    """One tensor as its file describes it; `offset` counts from the start of the file.
+
+    A tensor may lie in several files, `blocks`, of `block_rows` rows each; the last may have more bytes than it needs.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    blocks: tuple[Path, ...] = ()
+    block_rows: int = 0
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def extents(self) -> Iterator[tuple[Path, int, int]]:
+        """(file, offset, bytes) of the tensor's bytes, in order."""
+        if not self.blocks:
+            yield self.file, self.offset, self.num_bytes
+            return
+        row_bytes = self.num_bytes // self.shape[0]
+        for number, file in enumerate(self.blocks):
+            rows = min(self.block_rows, self.shape[0] - number * self.block_rows)
+            yield file, 0, rows * row_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,18 +95,44 @@ class Checkpoint:
     problems: dict[str, list[str]]
     lost: frozenset[str] = frozenset()
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of its file; its pages are read when touched."""
+    def read(self, name: str, box: tuple[slice, ...] = ()) -> np.ndarray:
+        """The tensor, or a box of it, as a read-only view of its file; its pages are read when touched.
+
+        A box over several blocks is put together in memory, from those blocks alone.
+        """
         tensor = self.tensors[name]
-        if tensor.num_bytes == 0:
-            return np.zeros(tensor.shape, DTYPES[tensor.dtype])
-        mapped = np.memmap(tensor.file, np.uint8, "r", tensor.offset, tensor.num_bytes)
-        return mapped.view(DTYPES[tensor.dtype]).reshape(tensor.shape)
+        if not tensor.blocks:
+            return _mapped(tensor.file, tensor.dtype, tensor.shape, tensor.offset)[box]
+        start, stop, step = (box[0] if box else slice(None)).indices(tensor.shape[0])
+        assert step == 1, box
+        rows, found = tensor.block_rows, []
+        for number in range(start // rows, -(-stop // rows)):
+            first, last = number * rows, min((number + 1) * rows, tensor.shape[0])
+            block = _mapped(tensor.blocks[number], tensor.dtype, (last - first, *tensor.shape[1:]), 0)
+            found.append(block[max(start - first, 0) : stop - first, *box[1:]])
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _mapped(file: Path, dtype: str, shape: tuple[int, ...], offset: int) -> np.ndarray:
+    num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if num_bytes == 0:
+        return np.zeros(shape, DTYPES[dtype])
+    return np.memmap(file, np.uint8, "r", offset, num_bytes).view(DTYPES[dtype]).reshape(shape)
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read the headers of all tensor files: those the index names, or `model.safetensors` without an index."""
+    """Find every tensor: of an Orbax folder, of the files that an index names, or of `model.safetensors`.
+
+    Raises `LoadError` for the folder of an unfinished conversion, faults of other kinds are collected.
+    """
+    from k3jax import orbax_store  # it builds on this module
+
     folder = Path(folder)
+    if folder.name.endswith(PARTIAL_SUFFIX):
+        reason = f"a folder named *{PARTIAL_SUFFIX} is an unfinished conversion; run its command again to finish it"
+        raise LoadError(folder, {"files": [reason]})
+    if orbax_store.is_orbax_folder(folder):
+        return orbax_store.open_orbax(folder)
     problems: dict[str, list[str]] = {"files": [], "index": []}
     index = _read_index(folder, problems)
     file_names = sorted(set(index.values())) if index else [SINGLE_FILE]
@@ -137,26 +180,37 @@ def _read_index(folder: Path, problems: dict[str, list[str]]) -> dict[str, str]:
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file. Raises `ValueError` when the file is damaged or cut off."""
+    return parse_header(path, header_bytes(path), path.stat().st_size)
+
+
+def header_bytes(path: Path) -> bytes:
+    """The header of a safetensors file as it is, its length first. Raises `ValueError` when it is not all there."""
     size = path.stat().st_size
     with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        head = stream.read(8)
+        length = int.from_bytes(head, "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"is cut off or no safetensors file: {size} bytes, a header of {length}")
-        try:
-            header = json.loads(stream.read(length))
-            if not isinstance(header, dict):
-                raise TypeError("the header must be an object")
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"has a damaged header: {error}") from None
+        return head + stream.read(length)
+
+
+def parse_header(path: Path, content: bytes, size: int | None = None) -> dict[str, StoredTensor]:
+    """The tensors that the header of `path` describes, in the order of their bytes; `size` is the file's, if known."""
+    try:
+        header = json.loads(content[8:])
+        if not isinstance(header, dict):
+            raise TypeError("the header must be an object")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"has a damaged header: {error}") from None
     header.pop("__metadata__", None)
     tensors, end = {}, 0
     for name, begin, stop, entry in _in_file_order(header):
-        tensor = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
+        tensor = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), len(content) + begin)
         if begin != end or stop - begin != tensor.num_bytes:
             raise ValueError(f"has a damaged header: bytes {begin} to {stop} do not fit {name} {list(tensor.shape)}")
         tensors[name], end = tensor, stop
-    if size != 8 + length + end:
-        raise ValueError(f"is cut off or too long: {size} bytes, its header describes {8 + length + end}")
+    if size is not None and size != len(content) + end:
+        raise ValueError(f"is cut off or too long: {size} bytes, its header describes {len(content) + end}")
     return tensors
 
 

@@ -141,6 +141,15 @@ def fill(
 # --- checks before the first byte ------------------------------------------------------------------------------------
 def check(checkpoint: Checkpoint, tree: Tree) -> None:
     """Compare every tensor's name, shape and dtype with the tree. Raises `LoadError` with all differences."""
+    problems = find_problems(checkpoint, tree)
+    if any(problems.values()):
+        raise LoadError(checkpoint.folder, problems)
+
+
+def find_problems(
+    checkpoint: Checkpoint, tree: Tree, accepts: Callable[[ParamSpec, str], bool] | None = None
+) -> dict[str, list[str]]:
+    """Every difference by kind, the files' own faults included. `accepts(spec, dtype)` adds stored dtypes."""
     problems = {kind: list(found) for kind, found in checkpoint.problems.items()}
     problems |= {"missing tensors": [], "unknown tensors": [], "wrong shapes": [], "wrong dtypes": []}
     wanted: set[str] = set()
@@ -156,12 +165,11 @@ def check(checkpoint: Checkpoint, tree: Tree) -> None:
             if stored.shape != source.shape and stored.shape != (source.padded_to,):
                 expected = f"expected {list(source.shape)}"
                 problems["wrong shapes"].append(f"{source.name} is {list(stored.shape)}, {expected}")
-            if stored.dtype not in _ACCEPTED[spec.kind]:
+            if stored.dtype not in _ACCEPTED[spec.kind] and not (accepts and accepts(spec, stored.dtype)):
                 expected = " or ".join(_ACCEPTED[spec.kind])
                 problems["wrong dtypes"].append(f"{source.name} is {stored.dtype}, expected {expected}")
     problems["unknown tensors"] = [n for n in checkpoint.tensors if n not in wanted and not is_skipped(n)]
-    if any(problems.values()):
-        raise LoadError(checkpoint.folder, problems)
+    return problems
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -243,19 +251,33 @@ def read_piece(checkpoint: Checkpoint, piece: Piece, block: np.ndarray, bad: lis
     """Fill `block` from the files, casting; returns bytes read. NaN scales and non-zero padding are added to `bad`."""
     num_bytes = 0
     for part in piece.parts:
-        source, tensor = part.source, checkpoint.read(part.source.name)
-        if source.padded_to and tensor.shape != source.shape:
-            tensor, padding = tensor[: source.shape[0]], tensor[source.shape[0] :]
-            if np.any(padding != 0):
+        source, stored = part.source, checkpoint.tensors[part.source.name]
+        if source.padded_to and stored.shape != source.shape:
+            tensor = checkpoint.read(source.name)
+            if np.any(tensor[source.shape[0] :] != 0):
                 bad.append(f"{source.name} has values in its padding, behind entry {source.shape[0]}")
+            taken = tensor[: source.shape[0]][part.taken]
+        else:
+            taken = checkpoint.read(source.name, _stored_box(stored.shape, part.taken))
         # Same elements in the same order; the stored tensor may have an extra axis of one.
-        target_shape = block[part.target].shape
-        shaped = _squeezed(tensor, len(target_shape))[part.taken]
+        shaped = _squeezed(taken, len(part.taken))
         if is_scale and np.any(shaped == NAN_SCALE):
             bad.append(f"{source.name} has scale byte {NAN_SCALE}, which is NaN")
         block[part.target] = shaped
-        num_bytes += shaped.size * tensor.dtype.itemsize
+        num_bytes += shaped.size * taken.dtype.itemsize
     return num_bytes
+
+
+def _stored_box(shape: tuple[int, ...], taken: tuple[slice, ...]) -> tuple[slice, ...]:
+    """`taken` in the axes of the stored tensor, which may have axes of one beside."""
+    extra, rest, box = len(shape) - len(taken), iter(taken), []
+    for size in shape:
+        if extra and size == 1:
+            box.append(slice(None))
+            extra -= 1
+        else:
+            box.append(next(rest))
+    return tuple(box)
 
 
 def _squeezed(tensor: np.ndarray, num_axes: int) -> np.ndarray:
