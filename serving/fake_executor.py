@@ -1,7 +1,9 @@
 """An executor without a device: the toy model behind the real step contract, which it checks strictly.
 
 It lets the whole server run in milliseconds. A plan that breaks the contract of `serving.core.types` raises
-`AssertionError` with the state that proves it. Faults are injected by step number.
+`AssertionError` with the state that proves it. Pages and slots have content (`serving.fake_memory`), the model speaks
+from what it reads there, and reading anything but what the row's sequence demands is a breach as well. Steps run when
+they are submitted, in order, however many wait to be collected. Faults are injected by step number.
 """
 
 from __future__ import annotations
@@ -9,14 +11,24 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal
 
+from k3jax.export_rule import export_refusal
 from serving.core.seam import DeviceFailure, StepRejected
-from serving.core.types import ExecutorLimits, RowAdmission, RowResult, StepPlan, StepResult
-from serving.toy_model import next_token
-
-Script = Mapping[tuple[int, ...], Sequence[int]] | Callable[[tuple[int, ...]], Sequence[int] | None]
+from serving.core.types import (
+    ExecutorLimits,
+    PrefillChunk,
+    RowAdmission,
+    RowResult,
+    StepPlan,
+    StepResult,
+    Transfer,
+    TransferResult,
+)
+from serving.fake_memory import FakeMemory, SlotContent, nan_context, require
+from serving.fake_row import FakeRow, Script
+from serving.fake_store import FakeStore
 
 DEFAULT_LIMITS = ExecutorLimits(
     num_rows=32,
@@ -34,7 +46,8 @@ class Fault:
     """What goes wrong at step `step`.
 
     `rejected` and `submit` raise from `submit` (`StepRejected`, `DeviceFailure`), `collect` raises `DeviceFailure` from
-    `collect`, `crash` an unexpected error from `collect`, `nan` gives the rows in `rows` (all when empty) no token.
+    `collect`, `crash` an unexpected error from `collect`. `nan` gives the rows in `rows` (all when empty) no token, and
+    spoils what they write from this step on; so does every row that reads it.
     """
 
     step: int
@@ -42,23 +55,12 @@ class Fault:
     rows: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(slots=True, kw_only=True)
-class _Row:
-    admission: RowAdmission
-    history: list[int] = dataclasses.field(default_factory=list)  # all tokens, the last sampled one included
-    num_written: int = 0  # positions in the cache
-    is_prefilled: bool = False
-    num_prompt_tokens: int = 0
-    pages: list[int] = dataclasses.field(default_factory=list)
-    script: Sequence[int] | None = None
-
-
 class FakeExecutor:
     """Runs the toy model.
 
     `script` maps a prompt to the tokens the model then says (a mapping, or a function that returns None for "no
     script"); after the last one it says the request's first stop token, if it has any. `delay_s` is the time of a step,
-    `before_collect` a hook that may block. `plans` keeps every plan submitted.
+    `before_collect` a hook that may block. `plans` keeps every plan submitted, `store` what was offloaded.
     """
 
     def __init__(
@@ -71,43 +73,52 @@ class FakeExecutor:
         before_collect: Callable[[StepPlan], None] | None = None,
         reset_error: Exception | None = None,
         chunk_grid: int = 64,
+        store: FakeStore | None = None,
     ) -> None:
         self.limits = limits
         self.plans: list[StepPlan] = []
         self.num_resets = 0
         self.is_closed = False
+        self.store = FakeStore() if store is None else store
         self._script = script
         self._faults = {fault.step: fault for fault in faults}
         self._delay_s = delay_s
         self._before_collect = before_collect
         self._reset_error = reset_error
         self._chunk_grid = chunk_grid
-        self._rows: dict[int, _Row] = {}
-        self._page_owner: dict[int, int] = {}
-        self._slot_owner: dict[int, int] = {}
-        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._rows: dict[int, FakeRow] = {}
+        self._memory = FakeMemory(limits)
+        self._in_flight: deque[tuple[StepPlan, StepResult, set[bytes]]] = deque()
+        self._reported_nans: set[bytes] = set()
         self._is_broken = False
+
+    def inject(self, fault: Fault) -> None:
+        """Let a later step go wrong."""
+        self._faults[fault.step] = fault
 
     def submit(self, plan: StepPlan) -> None:
         """Check and run `plan`; the result waits for `collect`."""
-        self._check(not self.is_closed, "submit after close", plan)
-        self._check(not self._is_broken, "submit after a device failure without reset", plan)
-        self._check(not self.plans or plan.step > self.plans[-1].step, "step numbers must rise", plan)
-        self.plans.append(plan)
-        fault = self._faults.get(plan.step)
-        if fault is not None and fault.kind == "rejected":
-            raise StepRejected(f"injected at step {plan.step}")
-        if fault is not None and fault.kind == "submit":
-            self._is_broken = True
-            raise DeviceFailure(f"injected at submit of step {plan.step}")
-        self._apply_deltas(plan)
-        self._check_work(plan)
-        self._in_flight.append((plan, StepResult(step=plan.step, rows=self._run(plan, fault))))
+        try:
+            self._check_order(plan)
+            self.plans.append(plan)
+            fault = self._faults.get(plan.step)
+            if fault is not None and fault.kind == "rejected":
+                raise StepRejected(f"injected at step {plan.step}")
+            if fault is not None and fault.kind == "submit":
+                self._is_broken = True
+                raise DeviceFailure(f"injected at submit of step {plan.step}")
+            self._apply_deltas(plan)
+            self._check_work(plan)
+            rows = self._run(plan, fault)
+        except AssertionError as breach:
+            raise AssertionError(f"{breach}; plan {plan}; rows {self._rows}") from None
+        nans = {nan for row in rows if row.is_nan and (nan := self._rows[row.row].nan) is not None}
+        self._in_flight.append((plan, StepResult(step=plan.step, rows=rows), nans))
 
     def collect(self) -> StepResult:
         """Return the oldest result, after `before_collect` and `delay_s`."""
         assert self._in_flight, "collect without a submitted step"
-        plan, result = self._in_flight.popleft()
+        plan, result, nans = self._in_flight.popleft()
         if self._before_collect is not None:
             self._before_collect(plan)
         if self._delay_s:
@@ -118,16 +129,30 @@ class FakeExecutor:
             raise DeviceFailure(f"injected at collect of step {plan.step}")
         if fault is not None and fault.kind == "crash":
             raise RuntimeError(f"injected crash at step {plan.step}")
+        self._reported_nans |= nans
         return result
 
+    def transfer(self, transfer: Transfer) -> None:
+        """Start `transfer`; the store says when it ends."""
+        require(not self._is_broken, f"{transfer} after a device failure without reset")
+        self.store.start(transfer, self._memory, self.limits)
+
+    def finished_transfers(self, wait_s: float = 0.0) -> tuple[TransferResult, ...]:
+        """Report transfers. Never waits: every call brings those in flight nearer to their end."""
+        return self.store.finish(self._memory)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drop entries of the store."""
+        self.store.forget(keys)
+
     def reset(self) -> None:
-        """Forget all rows, pages and slots."""
+        """Forget all rows, pages and slots, and the transfers in flight."""
         if self._reset_error is not None:
             raise self._reset_error
         self.num_resets += 1
         self._rows.clear()
-        self._page_owner.clear()
-        self._slot_owner.clear()
+        self._memory = FakeMemory(self.limits)
+        self.store.forget_transfers()
         self._in_flight.clear()
         self._is_broken = False
 
@@ -139,111 +164,98 @@ class FakeExecutor:
         """Refuse further steps."""
         self.is_closed = True
 
+    def _check_order(self, plan: StepPlan) -> None:
+        require(not self.is_closed, "submit after close")
+        require(not self._is_broken, "submit after a device failure without reset")
+        require(not self.plans or plan.step > self.plans[-1].step, "step numbers must rise")
+
     def _apply_deltas(self, plan: StepPlan) -> None:
-        limits = self.limits
+        for copy in plan.slot_copies:
+            self._memory.copy_slot(copy, plan.released)
         for row in plan.released:
-            self._check(row in self._rows, f"released row {row} is not admitted", plan)
+            require(row in self._rows, f"released row {row} is not admitted")
             state = self._rows.pop(row)
-            del self._slot_owner[state.admission.slot]
-            for page in state.pages:
-                del self._page_owner[page]
+            self._memory.release(row, state.admission.slot, state.pages)
         for admission in plan.admitted:
-            row, slot = admission.row, admission.slot
-            self._check(0 <= row < limits.num_rows, f"row {row} is outside 0..{limits.num_rows - 1}", plan)
-            self._check(row not in self._rows, f"row {row} is admitted twice", plan)
-            self._check(0 < slot < limits.num_slots, f"slot {slot} is outside 1..{limits.num_slots - 1}", plan)
-            self._check(slot not in self._slot_owner, f"slot {slot} is shared", plan)
-            self._check(0 <= admission.seed < 2**63, f"seed {admission.seed} is outside 0..2**63-1", plan)
-            self._check(len(admission.stop_token_ids) <= limits.max_stop_token_ids, "too many stop token ids", plan)
-            self._check(len(admission.sampling.logit_bias) <= limits.max_logit_bias, "too many biases", plan)
-            self._rows[row] = _Row(admission=admission)
-            self._slot_owner[slot] = row
+            self._admit(admission)
         for append in plan.pages:
             row, page = append.row, append.page
-            self._check(row in self._rows, f"page {page} for row {row}, which is not admitted", plan)
-            self._check(append.index == len(self._rows[row].pages), f"row {row} skips table entry", plan)
-            self._check(0 < page < limits.num_pages, f"page {page} is outside 1..{limits.num_pages - 1}", plan)
-            self._check(page not in self._page_owner, f"page {page} is shared", plan)
+            require(row in self._rows, f"page {page} for row {row}, which is not admitted")
+            require(append.index == len(self._rows[row].pages), f"row {row} skips table entry")
+            self._memory.append_page(row, page)
             self._rows[row].pages.append(page)
-            self._page_owner[page] = row
+        for admission in plan.admitted:
+            if admission.num_cached:
+                state = self._rows[admission.row]
+                state.take_up()
+                is_news = state.nan not in self._reported_nans
+                require(is_news, f"row {admission.row} starts from {state.nan!r}, which was reported")
+
+    def _admit(self, admission: RowAdmission) -> None:
+        limits, row = self.limits, admission.row
+        require(0 <= row < limits.num_rows, f"row {row} is outside 0..{limits.num_rows - 1}")
+        require(row not in self._rows, f"row {row} is admitted twice")
+        require(0 <= admission.seed < 2**63, f"seed {admission.seed} is outside 0..2**63-1")
+        require(len(admission.stop_token_ids) <= limits.max_stop_token_ids, "too many stop token ids")
+        require(len(admission.sampling.logit_bias) <= limits.max_logit_bias, "too many biases")
+        self._memory.own_slot(row, admission.slot)
+        self._rows[row] = FakeRow(admission, self._memory, limits.page_size)
+        if not admission.num_cached:
+            self._memory.write_slot(admission.slot, SlotContent())
 
     def _check_work(self, plan: StepPlan) -> None:
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
-        self._check(bool(rows), "plan without work", plan)
-        self._check(len(rows) == len(set(rows)), "a row occurs twice", plan)
+        require(bool(rows), "plan without work")
+        require(len(rows) == len(set(rows)), "a row occurs twice")
         num_tokens = len(plan.decode_rows) + sum(len(chunk.token_ids) for chunk in plan.chunks)
-        self._check(num_tokens <= self.limits.max_step_tokens, f"{num_tokens} tokens exceed the step", plan)
+        require(num_tokens <= self.limits.max_step_tokens, f"{num_tokens} tokens exceed the step")
         for row in rows:
-            self._check(row in self._rows, f"row {row} is not admitted", plan)
+            require(row in self._rows, f"row {row} is not admitted")
         for row in plan.decode_rows:
-            self._check(self._rows[row].is_prefilled, f"row {row} decodes before its last chunk", plan)
-            self._check_covered(row, self._rows[row].num_written + 1, plan)
+            require(self._rows[row].is_prefilled, f"row {row} decodes before its last chunk")
+            self._check_covered(row, self._rows[row].num_written + 1)
         for chunk in plan.chunks:
-            state, end = self._rows[chunk.row], chunk.start + len(chunk.token_ids)
-            self._check(not state.is_prefilled, f"row {chunk.row} has had its last chunk", plan)
-            self._check(bool(chunk.token_ids), f"row {chunk.row} has an empty chunk", plan)
-            self._check(chunk.start == state.num_written, f"row {chunk.row} is at {state.num_written}", plan)
-            vocab_size = self.limits.vocab_size
-            self._check(all(0 <= t < vocab_size for t in chunk.token_ids), "token id outside the vocabulary", plan)
-            is_cut_allowed = chunk.is_last or end % self._chunk_grid == 0 or len(rows) == 1
-            self._check(is_cut_allowed, f"chunk of row {chunk.row} ends off the grid at {end}", plan)
-            self._check_covered(chunk.row, end, plan)
+            self._check_chunk(chunk, is_alone=len(rows) == 1)
+        exported = [chunk.export.slot for chunk in plan.chunks if chunk.export is not None]
+        require(len(exported) == len(set(exported)), f"two chunks export to one slot of {exported}")
 
-    def _check_covered(self, row: int, num_positions: int, plan: StepPlan) -> None:
-        num_covered = len(self._rows[row].pages) * self.limits.page_size
-        self._check(num_covered >= num_positions, f"row {row} has pages for {num_covered} of {num_positions}", plan)
-        self._check(num_positions <= self.limits.max_model_len, f"row {row} is longer than the model", plan)
+    def _check_chunk(self, chunk: PrefillChunk, *, is_alone: bool) -> None:
+        row, start, end = chunk.row, chunk.start, chunk.start + len(chunk.token_ids)
+        state = self._rows[row]
+        require(not state.is_prefilled, f"row {row} has had its last chunk")
+        require(bool(chunk.token_ids), f"row {row} has an empty chunk")
+        require(start == state.num_written, f"row {row} is at {state.num_written}, its chunk at {start}")
+        is_known = all(0 <= token < self.limits.vocab_size for token in chunk.token_ids)
+        require(is_known, f"row {row} has a token id outside the vocabulary")
+        is_cut_allowed = chunk.is_last or end % self._chunk_grid == 0 or is_alone
+        require(is_cut_allowed, f"chunk of row {row} ends off the grid at {end}")
+        self._check_covered(row, end)
+        if chunk.export is not None:
+            refusal = export_refusal(start=start, end=end, position=chunk.export.position)
+            require(refusal is None, f"row {row} cannot export: {refusal}")
+            self._memory.check_export_target(chunk.export.slot)
+
+    def _check_covered(self, row: int, num_positions: int) -> None:
+        num_covered = self._rows[row].num_covered
+        require(num_covered >= num_positions, f"row {row} has pages for {num_covered} of {num_positions}")
+        require(num_positions <= self.limits.max_model_len, f"row {row} is longer than the model")
 
     def _run(self, plan: StepPlan, fault: Fault | None) -> tuple[RowResult, ...]:
         masks = {mask.row: mask.bits for mask in plan.token_masks}
         sampled = list(plan.decode_rows)
+        # All read before anyone writes: what a step writes is there for the steps after it.
+        for row in [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]:
+            state = self._rows[row]
+            state.read()
+            if fault is not None and fault.kind == "nan" and (not fault.rows or row in fault.rows):
+                state.nan = state.nan or nan_context(plan.step)
         for row in plan.decode_rows:
-            self._rows[row].num_written += 1
+            self._rows[row].write_last()
         for chunk in plan.chunks:
             state = self._rows[chunk.row]
-            state.history.extend(chunk.token_ids)
-            state.num_written += len(chunk.token_ids)
+            export = None if chunk.export is None else (chunk.export.slot, chunk.export.position)
+            state.write_chunk(chunk.token_ids, export=export)
             if chunk.is_last:
-                state.is_prefilled = True
-                known = state.admission.num_prompt_tokens
-                state.num_prompt_tokens = len(state.history) if known is None else known
-                state.script = self._look_up(tuple(state.history[: state.num_prompt_tokens]))
+                state.finish_prompt(self._script)
                 sampled.append(chunk.row)
-        results = []
-        for row in sampled:
-            if fault is not None and fault.kind == "nan" and (not fault.rows or row in fault.rows):
-                results.append(RowResult(row=row, token_ids=(), is_nan=True))
-            else:
-                results.append(self._sample(row, masks.get(row)))
-        return tuple(results)
-
-    def _sample(self, row: int, mask: bytes | None) -> RowResult:
-        state = self._rows[row]
-        admission = state.admission
-        scripted = None
-        if state.script is not None:
-            index = len(state.history) - state.num_prompt_tokens
-            if index < len(state.script):
-                scripted = state.script[index]
-            elif admission.stop_token_ids:
-                scripted = admission.stop_token_ids[0]
-        token, logprobs = next_token(
-            state.history,
-            num_prompt_tokens=state.num_prompt_tokens,
-            sampling=admission.sampling,
-            seed=admission.seed,
-            vocab_size=self.limits.vocab_size,
-            scripted=scripted,
-            mask=mask,
-        )
-        state.history.append(token)
-        return RowResult(row=row, token_ids=(token,), logprobs=() if logprobs is None else (logprobs,))
-
-    def _look_up(self, prompt: tuple[int, ...]) -> Sequence[int] | None:
-        if self._script is None:
-            return None
-        return self._script(prompt) if callable(self._script) else self._script.get(prompt)
-
-    def _check(self, is_ok: bool, message: str, plan: StepPlan) -> None:
-        if not is_ok:
-            raise AssertionError(f"{message}; plan {plan}; rows {self._rows}")
+        return tuple(self._rows[row].sample(self.limits.vocab_size, masks.get(row)) for row in sampled)

@@ -1,8 +1,10 @@
 """A deterministic toy language model, for tests of everything above the device.
 
-The next-token distribution is a hash of the whole token history, so a lost, repeated or foreign token changes every
-token after it. The distribution has a few candidates only; what is done with it (penalties, bias, filters, seeded
-noise) is what the device does with the real one. Noise depends on (seed, absolute position, token) and nothing else.
+The next-token distribution is a hash chained over the whole token history, its context, so a lost, repeated or foreign
+token changes every token after it. The context is to this model what pages and state are to the real one: it can be
+kept at any position and continued from there. The distribution has a few candidates only; what is done with it
+(penalties, bias, filters, seeded noise) is what the device does with the real one. Noise depends on (seed, absolute
+position, token) and nothing else.
 """
 
 from __future__ import annotations
@@ -11,13 +13,27 @@ import array
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from serving.core.types import SamplingParams, TokenLogprobs
 
+ROOT = bytes(16)  # the context of no tokens
 _NUM_CANDIDATES = 24
 _SCRIPTED_LOGIT = 40.0  # far above every candidate, below a bias of 100
 _OUTSIDER_LOGIT = -20.0  # tokens named only by a bias or a mask
+
+
+def extend(context: bytes, token: int) -> bytes:
+    """Return the context after one more token."""
+    return hashlib.blake2b(context + token.to_bytes(4, "little"), digest_size=16).digest()
+
+
+def context_of(tokens: Iterable[int]) -> bytes:
+    """Return the context of a sequence from its start."""
+    context = ROOT
+    for token in tokens:
+        context = extend(context, token)
+    return context
 
 
 def next_token(
@@ -27,14 +43,16 @@ def next_token(
     sampling: SamplingParams,
     seed: int,
     vocab_size: int,
+    context: bytes | None = None,
     scripted: int | None = None,
     mask: bytes | None = None,
 ) -> tuple[int, TokenLogprobs | None]:
     """Choose the token at position `len(history)` and, when `sampling` asks, its log-probabilities.
 
+    `context` is what the model has read of the history (None: all of it); penalties count the tokens themselves.
     `scripted` is the token the model "wants to say": bias, penalties and mask can still override it.
     """
-    raw = _raw_logits(history, vocab_size)
+    raw = _raw_logits(context_of(history) if context is None else context, vocab_size)
     if scripted is not None:
         raw[scripted] = _SCRIPTED_LOGIT
     for token, _ in sampling.logit_bias:
@@ -49,9 +67,8 @@ def next_token(
     return token, _logprobs(raw, token, sampling.logprobs) if sampling.logprobs is not None else None
 
 
-def _raw_logits(history: Sequence[int], vocab_size: int) -> dict[int, float]:
-    digest = hashlib.blake2b(array.array("q", history).tobytes(), digest_size=16).digest()
-    first, stride = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little") | 1
+def _raw_logits(context: bytes, vocab_size: int) -> dict[int, float]:
+    first, stride = int.from_bytes(context[:8], "little"), int.from_bytes(context[8:], "little") | 1
     logits: dict[int, float] = {}
     for rank in range(_NUM_CANDIDATES):
         logits.setdefault((first + rank * stride) % vocab_size, 4.0 - 0.5 * rank)

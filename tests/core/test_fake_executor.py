@@ -36,7 +36,7 @@ SECOND = StepPlan(step=1, decode_rows=(0,))
         ("too many stop token ids", {"admitted": (_admission(stop_token_ids=tuple(range(17))),)}),
         ("page 0 is outside", {"pages": (PageAppend(row=0, index=0, page=0),)}),
         ("page 33 is outside", {"pages": (PageAppend(row=0, index=0, page=33),)}),
-        ("page 1 is shared", {"pages": FIRST.pages + (PageAppend(row=0, index=1, page=1),)}),
+        ("page 1 is in the table of row 0 already", {"pages": FIRST.pages + (PageAppend(row=0, index=1, page=1),)}),
         ("row 0 skips table entry", {"pages": (PageAppend(row=0, index=1, page=1),)}),
         ("row 1, which is not admitted", {"pages": (PageAppend(row=1, index=0, page=1),)}),
         ("row 0 has pages for 0 of 6", {"pages": ()}),
