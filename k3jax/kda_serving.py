@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from k3jax import kda, tiles
 from k3jax.cache import Pools
 from k3jax.config import K3Config
-from k3jax.kda_packed import write_rows
+from k3jax.kda_packed import state_at, write_rows
 from k3jax.layers import wide
 
 
@@ -29,6 +29,8 @@ class Chunks(NamedTuple):
     starts: Int[Array, "N"]  # absolute position of each chunk's first token; 0 starts from empty state
     rows: Int[Array, "N"]
     slots: Int[Array, "N"]
+    export_offsets: Int[Array, "N"]  # tokens from the chunk's start after which its state is exported; 0: none
+    export_slots: Int[Array, "N"]  # where to; slots of no chunk and no decode row
 
 
 def decode(
@@ -63,7 +65,9 @@ def prefill(
 ) -> tuple[Array, Pools]:
     """Run every chunk through its row's slot, writing mixer output rows into `out` [N, W] from `first_token` on.
 
-    The packed arrays must have at least `kda.CHUNK` rows after the last live token.
+    A chunk with an export offset also leaves the state and conv tail of that position in its export slot, equal to the
+    bit to what a chunk that ends there leaves in its own. The packed arrays must have at least `kda.CHUNK` rows after
+    the last live token.
     """
     size = kda.CHUNK
     plan = tiles.schedule(chunks.cu_seqlens, size)
@@ -90,14 +94,48 @@ def prefill(
         log_decay, beta = jnp.where(inert[..., None], log_decay, 0), jnp.where(inert, beta, 0)
         q, k, v, log_decay, beta = (jnp.moveaxis(x, 0, 1) for x in (q, k, v, log_decay, beta))
         is_bounded = config.gate_lower_bound is not None
-        mixed, state, _ = kda.chunk(q, k, v, log_decay, beta, state, is_bounded=is_bounded)
+        mixed, new_state, pseudo = kda.chunk(q, k, v, log_decay, beta, state, is_bounded=is_bounded)
         mixed = kda.finish(params, jnp.moveaxis(mixed, 1, 0), raw.gate, config)
         out = write_rows(out, mixed, tile._replace(token=chunks.first_token + tile.token))
+        count = chunks.export_offsets[tile.sequence] - tile.offset
+        is_exported = (count > 0) & (count <= tile.rows)
+
+        def export(_, pools):
+            target, states, tails = chunks.export_slots[tile.sequence], *pools
+            states = _put(states, state_at(k, log_decay, pseudo, state, count), layer, target)
+            return states, _put(tails, lax.dynamic_slice_in_dim(window, count, history), layer, target)
+
+        # A loop of no or one turn: a conditional that returns the pools would copy them.
+        turns = is_exported.astype(jnp.int32)
+        state_pool, conv_pool = lax.fori_loop(0, turns, export, (state_pool, conv_pool))
         tail = lax.dynamic_slice_in_dim(window, tile.rows, history)
-        return out, _put(state_pool, state, layer, slot), _put(conv_pool, tail, layer, slot)
+        return out, _put(state_pool, new_state, layer, slot), _put(conv_pool, tail, layer, slot)
 
     out, state_pool, conv_pool = lax.fori_loop(0, plan.count, visit, (out, pools.kda, pools.conv))
     return out, Pools(pools.mla, state_pool, conv_pool)
+
+
+def copy_slots(pools: Pools, sources: Int[Array, "C"], targets: Int[Array, "C"], count: Int[Array, ""]) -> Pools:
+    """Copy state and conv tail of all layers from slot to slot, the first `count` pairs one after the other."""
+
+    def visit(index, carry):
+        state_pool, conv_pool = carry
+        source, target = sources[index], targets[index]
+        state, tail, state_pool, conv_pool = lax.optimization_barrier(
+            (_slot(state_pool, source), _slot(conv_pool, source), state_pool, conv_pool)
+        )
+        return _put_slot(state_pool, state, target), _put_slot(conv_pool, tail, target)
+
+    state_pool, conv_pool = lax.fori_loop(0, count, visit, (pools.kda, pools.conv))
+    return Pools(pools.mla, state_pool, conv_pool)
+
+
+def _slot(pool, slot):
+    return lax.dynamic_slice_in_dim(pool, slot, 1, axis=1)
+
+
+def _put_slot(pool, value, slot):
+    return lax.dynamic_update_slice_in_dim(pool, value, slot, axis=1)
 
 
 def _rows(x, start, size: int, live):

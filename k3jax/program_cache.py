@@ -105,6 +105,7 @@ def _key(program: StepProgram, shape: StepShape) -> str:
         program.mesh.shape_tuple,
         program.parallel,
         [(op.__module__, op.__qualname__) for op in dataclasses.astuple(program.ops)],
+        program.mixed_batch,
         program.unstacked,
         shape,
         devices,

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax import cache, params, sampling
+from k3jax import cache, params, sampling, token_counts
 from k3jax.config import K3Config
 from k3jax.pallas.dispatch import Ops
 from k3jax.sharding import rules
 from k3jax.sharding.collectives import Parallel
-from k3jax.step import StepExtras, StepOutputs, step
+from k3jax.step import MixedBatch, StepExtras, StepOutputs, step
 from k3jax.step_inputs import StepShape, packed_size
 
 REPLICATED = PartitionSpec()
@@ -32,6 +32,7 @@ class StepProgram:
     mesh: Mesh
     parallel: Parallel
     ops: Ops = Ops()
+    mixed_batch: MixedBatch = "zero-copy"
     unstacked: bool = False  # parameters as per-layer arrays, which XLA:CPU needs to use them in place
 
     def param_specs(self) -> Any:
@@ -68,9 +69,27 @@ class StepProgram:
             StepExtras(REPLICATED, REPLICATED, REPLICATED),
         )
         out_specs = (in_specs[1], in_specs[2], StepOutputs(*(REPLICATED,) * 5))
-        body = functools.partial(step, config=self.config, shape=shape, ops=self.ops, parallel=self.parallel)
+        body = functools.partial(
+            step,
+            config=self.config,
+            shape=shape,
+            ops=self.ops,
+            parallel=self.parallel,
+            mixed_batch=self.mixed_batch,
+        )
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(mapped, donate_argnums=(1, 2))
+
+    def count_cached(self) -> jax.stages.Compiled:
+        """The program of `token_counts.count_cached`: (rows, piece) to rows, rows donated."""
+        piece = token_counts.CachedTokens(
+            *(jax.ShapeDtypeStruct((), jnp.int32),) * 4, jax.ShapeDtypeStruct((token_counts.PIECE,), jnp.int32)
+        )
+        specs = (cache.row_specs(self.parallel), token_counts.CachedTokens(*(REPLICATED,) * 5))
+        body = functools.partial(token_counts.count_cached, parallel=self.parallel)
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+        rows = self._placed(cache.row_shapes(self.config, self.cache_shape), specs[0])
+        return jax.jit(mapped, donate_argnums=0).lower(rows, self._placed(piece, specs[1])).compile()
 
     def compile(self, shape: StepShape) -> jax.stages.Compiled:
         """Compile one bucket ahead of time."""

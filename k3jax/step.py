@@ -10,19 +10,21 @@ vanish.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax import kda, kda_serving, mla, mla_serving, model, sampling
-from k3jax.cache import PAGE_SIZE, PROMPT_BIT, Leaf, Pools, Rows
+from k3jax import kda, kda_serving, mixed_gather, mla, mla_serving, model, sampling, token_counts
+from k3jax.cache import PAGE_SIZE, Leaf, Pools, Rows
 from k3jax.config import K3Config
 from k3jax.pallas.dispatch import Ops
 from k3jax.params import Tree
 from k3jax.sharding.collectives import Parallel
 from k3jax.step_inputs import Geometry, StepInputs, StepShape, geometry, unpack
+
+MixedBatch = Literal["zero-copy", "gather"]
 
 
 class StepExtras(NamedTuple):
@@ -54,20 +56,23 @@ def step(
     shape: StepShape,
     ops: Ops,
     parallel: Parallel,
+    mixed_batch: MixedBatch = "zero-copy",
 ) -> tuple[Pools, Rows, StepOutputs]:
     """Run one planned step. Pools and rows are consumed and returned."""
     inputs = unpack(packed, shape)
     null_row = rows.slot.shape[0] - 1
-    rows = admit(rows, inputs, extras)
+    with jax.named_scope("copy_slots"):
+        pools = kda_serving.copy_slots(pools, inputs.copy_sources, inputs.copy_targets, inputs.num_copies)
+    rows = admit(rows, inputs, extras, null_row)
     where = geometry(inputs, rows.length, shape, null_row)
     token_ids = lane_tokens(rows, inputs, shape)
     rows = count_prompt(rows, inputs, where, shape, parallel)
-    hidden, pools = run_layers(params, pools, rows, inputs, where, token_ids, config, shape, ops, parallel)
+    hidden, pools = run_layers(params, pools, rows, inputs, where, token_ids, config, shape, ops, parallel, mixed_batch)
     sampled = choose(params, rows, inputs, where, hidden, extras, parallel)
     return pools, commit(rows, inputs, where, sampled, null_row, parallel), StepOutputs(*sampled)
 
 
-def admit(rows: Rows, inputs: StepInputs, extras: StepExtras) -> Rows:
+def admit(rows: Rows, inputs: StepInputs, extras: StepExtras, null_row: int) -> Rows:
     """Reset the rows given to new requests and append pages. Padding entries write to the null row."""
     at = inputs.admit_rows
     floats = lax.bitcast_convert_type(inputs.admit_floats, jnp.float32)
@@ -75,7 +80,7 @@ def admit(rows: Rows, inputs: StepInputs, extras: StepExtras) -> Rows:
     updated = {name: getattr(rows, name).at[at].set(value) for name, value in named.items()}
     return rows._replace(
         slot=rows.slot.at[at].set(inputs.admit_slots),
-        length=rows.length.at[at].set(0),
+        length=rows.length.at[at].set(inputs.admit_lengths),
         prompt_length=rows.prompt_length.at[at].set(inputs.admit_prompt_length),
         page_table=rows.page_table.at[at].set(0).at[inputs.page_rows, inputs.page_index].set(inputs.page_ids),
         seed=rows.seed.at[at].set(lax.bitcast_convert_type(inputs.admit_seeds, jnp.uint32)),
@@ -83,7 +88,7 @@ def admit(rows: Rows, inputs: StepInputs, extras: StepExtras) -> Rows:
         num_logprobs=rows.num_logprobs.at[at].set(inputs.admit_logprobs),
         bias_ids=rows.bias_ids.at[at].set(extras.bias_ids),
         bias_values=rows.bias_values.at[at].set(extras.bias_values),
-        counts=rows.counts.at[at].set(0),
+        counts=rows.counts.at[jnp.where(inputs.admit_is_counted > 0, null_row, at)].set(0),
         **updated,
     )
 
@@ -99,14 +104,10 @@ def count_prompt(rows: Rows, inputs: StepInputs, where: Geometry, shape: StepSha
     if not shape.prefill_tokens:
         return rows
     span = slice(shape.rows, shape.rows + shape.prefill_tokens)
-    row, size = where.token_row[span], rows.counts.shape[1]
-    local = inputs.tokens - parallel.index() * size
-    inside = where.token_live[span] & (local >= 0) & (local < size)
+    row = where.token_row[span]
     is_prompt = where.token_position[span] < rows.prompt_length[row]
-    prompt_at, output_at = jnp.where(inside & is_prompt, local, size), jnp.where(inside & ~is_prompt, local, size)
-    marked = rows.counts.at[row, prompt_at].get(mode="fill", fill_value=0) | jnp.uint32(PROMPT_BIT)
-    counts = rows.counts.at[row, prompt_at].set(marked, mode="drop")
-    return rows._replace(counts=counts.at[row, output_at].add(jnp.uint32(1), mode="drop"))
+    counts = token_counts.count(rows.counts, row, inputs.tokens, where.token_live[span], is_prompt, parallel)
+    return rows._replace(counts=counts)
 
 
 def run_layers(
@@ -120,6 +121,7 @@ def run_layers(
     shape,
     ops: Ops,
     parallel,
+    mixed_batch: MixedBatch,
 ):
     """All layers over the packed batch. Returns the normed hidden rows of the lanes [R, D] and the pools."""
     page = rows.page_table[where.token_row, where.token_position // PAGE_SIZE]
@@ -127,7 +129,13 @@ def run_layers(
         jnp.where(where.token_live, page, 0), where.token_position % PAGE_SIZE, where.token_live
     )
     chunks = kda_serving.Chunks(
-        shape.rows, inputs.cu_seqlens, inputs.chunk_starts, where.chunk_rows, rows.slot[where.chunk_rows]
+        first_token=shape.rows,
+        cu_seqlens=inputs.cu_seqlens,
+        starts=inputs.chunk_starts,
+        rows=where.chunk_rows,
+        slots=rows.slot[where.chunk_rows],
+        export_offsets=inputs.export_offsets,
+        export_slots=inputs.export_slots,
     )
     mixer_inputs = MixerInputs(rows, inputs, where, writes, chunks)
     x = model.embed(params, token_ids, parallel)
@@ -140,7 +148,7 @@ def run_layers(
     )
     for layer in range(config.num_hidden_layers):
         with jax.named_scope(f"layer{layer}/mixer"):
-            mixed, pools = _mix(params, config, layer, projected, pools, mixer_inputs, shape, ops)
+            mixed, pools = _mix(params, config, layer, projected, pools, mixer_inputs, shape, ops, mixed_batch)
         between = _between_mixers(params, config, layer, len(bank), ops, parallel)
         with jax.named_scope(f"layer{layer}/tokens"):
             new_x, projected = _tiled(shape, where.end, between, (x, mixed, where.token_live, *bank))
@@ -202,12 +210,25 @@ def _tiled(shape: StepShape, end, run: Callable, arrays: tuple):
     return lax.fori_loop(0, (end + tile - 1) // tile, visit, outs)
 
 
-def _mix(params, config: K3Config, layer: int, projected, pools: Pools, batch: MixerInputs, shape: StepShape, ops: Ops):
+def _mix(
+    params,
+    config: K3Config,
+    layer: int,
+    projected,
+    pools: Pools,
+    batch: MixerInputs,
+    shape: StepShape,
+    ops: Ops,
+    mixed_batch: MixedBatch,
+):
     """Token mixer over [decode lanes | chunks]; each part writes its slice of the output."""
     index = config.mixer_index(layer)
     weights = model.layer_params(params, config.mixer(layer), index)
     lanes = jax.tree.map(lambda a: a[: shape.rows], projected)
     row, live = batch.inputs.lane_rows, batch.where.lane_is_decode
+    if config.mixer(layer) == "kda" and mixed_batch == "gather" and shape.prefill_tokens:
+        slots = batch.rows.slot[row]
+        return mixed_gather.mix(weights, projected, pools, index, slots, live, batch.chunks, config, ops)
     out = jnp.zeros((shape.num_tokens, projected.gate.shape[-1]), projected.gate.dtype)
     if config.mixer(layer) == "kda":
         decoded, pools = ops.kda_decode(weights, lanes, pools, index, batch.rows.slot[row], live, config)

@@ -54,22 +54,34 @@ class StepShape:
         """Pages a step may append: every decode row one, every chunk its tokens' worth and one more."""
         return 2 * self.rows + self.prefill_tokens // PAGE_SIZE
 
+    @property
+    def max_copies(self) -> int:
+        """Slot copies of a step: every row may start from a checkpoint or leave one."""
+        return self.rows
+
 
 class StepInputs(NamedTuple):
     """Every field int32 unless said. Unused lanes name the null row; unused page entries too."""
 
     num_decode: Leaf  # []
     num_chunks: Leaf  # []
+    num_copies: Leaf  # []
+    copy_sources: Leaf  # [C] slots, copied one after the other before anything else
+    copy_targets: Leaf  # [C]
     lane_rows: Leaf  # [R]
     chunk_starts: Leaf  # [R]
     cu_seqlens: Leaf  # [R + 1]
     chunk_is_last: Leaf  # [R]
+    export_offsets: Leaf  # [R] tokens from the chunk's start, 0: no export
+    export_slots: Leaf  # [R]
     tokens: Leaf  # [prefill tokens]
     page_rows: Leaf  # [M]
     page_index: Leaf  # [M]
     page_ids: Leaf  # [M]
     admit_rows: Leaf  # [R]
     admit_slots: Leaf  # [R]
+    admit_lengths: Leaf  # [R] tokens that the row's pages and slot hold already
+    admit_is_counted: Leaf  # [R] 1: `k3jax.token_counts` has counted those tokens, keep the counts
     admit_prompt_length: Leaf  # [R]
     admit_seeds: Leaf  # [R, 2], bits of uint32
     admit_top_k: Leaf  # [R]
@@ -86,16 +98,23 @@ def layout(shape: StepShape) -> dict[str, tuple[int, ...]]:
     return {
         "num_decode": (),
         "num_chunks": (),
+        "num_copies": (),
+        "copy_sources": (shape.max_copies,),
+        "copy_targets": (shape.max_copies,),
         "lane_rows": rows,
         "chunk_starts": rows,
         "cu_seqlens": (shape.rows + 1,),
         "chunk_is_last": rows,
+        "export_offsets": rows,
+        "export_slots": rows,
         "tokens": (shape.prefill_tokens,),
         "page_rows": pages,
         "page_index": pages,
         "page_ids": pages,
         "admit_rows": rows,
         "admit_slots": rows,
+        "admit_lengths": rows,
+        "admit_is_counted": rows,
         "admit_prompt_length": rows,
         "admit_seeds": (*rows, 2),
         "admit_top_k": rows,

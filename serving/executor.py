@@ -11,10 +11,11 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from k3jax.cache import Pools, Rows
@@ -25,7 +26,17 @@ from k3jax.step import StepExtras, StepOutputs
 from k3jax.step_inputs import StepShape, pack
 from serving import executor_plan
 from serving.core.seam import DeviceFailure, StepRejected
-from serving.core.types import ExecutorLimits, RowResult, StepPlan, StepResult, TokenLogprobs
+from serving.core.types import (
+    ExecutorLimits,
+    RowResult,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Transfer,
+    TransferResult,
+)
+from serving.executor_transfers import DeviceTransfers
+from serving.state.store import StateStore
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -86,6 +97,7 @@ class CompileWatch:
 class _InFlight:
     plan: StepPlan
     outputs: StepOutputs
+    num_logprobs: Mapping[int, int]  # by row; kept here since a row may have another request when this is read
 
 
 class DeviceExecutor:
@@ -99,9 +111,13 @@ class DeviceExecutor:
         *,
         kernels: tuple[Choice, ...] = (),
         cache: pathlib.Path | None = None,
+        store: StateStore | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Compile every bucket and allocate the pools. `params` are the loaded stacks; they are consumed."""
+        """Compile every bucket and allocate the pools. `params` are the loaded stacks; they are consumed.
+
+        `store` takes what leaves the device; without one `transfer` cannot be used.
+        """
         self.limits = limits
         self._program = program
         self._cache = cache
@@ -116,8 +132,11 @@ class DeviceExecutor:
         }
         self._fresh_state = self._compile_fresh_state()
         self._pools, self._rows = self._fresh_state()
+        with self._watch.counting():
+            self._count_cached = program.count_cached()
+            self._transfers = DeviceTransfers(program, store) if store is not None else None
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self._num_logprobs: dict[int, int | None] = {}
+        self._num_logprobs: dict[int, int] = {}
         self._is_closed = False
         self._warm_up()
         self._programs_at_ready = self._watch.num_programs
@@ -145,12 +164,17 @@ class DeviceExecutor:
         except jax.errors.JaxRuntimeError as error:
             raise StepRejected(f"the step's inputs could not be uploaded: {error}") from error
         for admission in plan.admitted:
-            self._num_logprobs[admission.row] = admission.sampling.logprobs
+            if admission.sampling.logprobs is None:
+                self._num_logprobs.pop(admission.row, None)
+            else:
+                self._num_logprobs[admission.row] = admission.sampling.logprobs
         try:
+            for piece in executor_plan.cached_pieces(plan):
+                self._rows = self._count_cached(self._rows, jax.device_put(piece, self._replicated))
             outputs = self._dispatch(shape, packed, extras)
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {plan.step} failed: {error}") from error
-        self._in_flight.append(_InFlight(plan, outputs))
+        self._in_flight.append(_InFlight(plan, outputs, dict(self._num_logprobs)))
 
     def _dispatch(self, shape: StepShape, packed: jax.Array, extras: StepExtras) -> StepOutputs:
         self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
@@ -164,11 +188,35 @@ class DeviceExecutor:
                 outputs = jax.device_get(step.outputs)
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
-        return self._result(step.plan, outputs)
+        return _result(step.plan, outputs, step.num_logprobs)
+
+    def transfer(self, transfer: Transfer) -> None:
+        """Start a copy to or from the state store; never waits."""
+        with self._watch.counting():
+            self._require_store().start(transfer, self._pools)
+
+    def finished_transfers(self, wait_s: float = 0.0) -> tuple[TransferResult, ...]:
+        """Transfers that ended since the last call."""
+        if self._transfers is None:
+            return ()
+        with self._watch.counting():
+            self._pools, results = self._transfers.finish(self._pools, wait_s)
+        return results
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drop entries of the state store."""
+        self._require_store().forget(keys)
+
+    def _require_store(self) -> DeviceTransfers:
+        if self._transfers is None:
+            raise AssertionError("a transfer was planned for an executor without a state store")
+        return self._transfers
 
     def reset(self) -> None:
         """Rebuild empty pools and rows; anything in flight is forgotten."""
         self._in_flight.clear()
+        if self._transfers is not None:
+            self._transfers.reset()
         self._num_logprobs.clear()
         for array in jax.tree.leaves((self._pools, self._rows)):  # a step that never started did not take them
             array.delete()
@@ -193,6 +241,14 @@ class DeviceExecutor:
             "compiles_after_ready": self.compiles_after_ready,
             "kernels": {choice.op: f"{choice.backend}: {choice.reason}" for choice in self._kernels},
         }
+
+    def page(self, page: int) -> np.ndarray:
+        """Copy of a page [MLA layers, 64, latent], for checks."""
+        return np.array(self._pools.mla[:, page])
+
+    def slot(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copy of a slot's state and conv tail, for checks."""
+        return np.array(self._pools.kda[:, slot]), np.array(self._pools.conv[:, slot])
 
     def close(self) -> None:
         """Drop all device memory. A second call does nothing."""
@@ -261,18 +317,24 @@ class DeviceExecutor:
             extras = extras._replace(allowed=jax.device_put(mask, self._replicated))
         return extras
 
-    def _result(self, plan: StepPlan, outputs: StepOutputs) -> StepResult:
-        sampled = [(lane, row) for lane, row in enumerate(plan.decode_rows)]
-        first_chunk = len(plan.decode_rows)
-        sampled += [(first_chunk + i, chunk.row) for i, chunk in enumerate(plan.chunks) if chunk.is_last]
-        return StepResult(step=plan.step, rows=tuple(self._row_result(lane, row, outputs) for lane, row in sampled))
 
-    def _row_result(self, lane: int, row: int, outputs: StepOutputs) -> RowResult:
-        if outputs.is_nan[lane]:
-            return RowResult(row=row, token_ids=(), is_nan=True)
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        count = self._num_logprobs.get(row)
-        if count is not None:
-            top = zip(outputs.top_ids[lane, :count].tolist(), outputs.top_logprobs[lane, :count].tolist(), strict=True)
-            logprobs = (TokenLogprobs(chosen=float(outputs.logprob[lane]), top=tuple(top)),)
-        return RowResult(row=row, token_ids=(int(outputs.token[lane]),), logprobs=logprobs)
+def _result(plan: StepPlan, outputs: StepOutputs, num_logprobs: Mapping[int, int]) -> StepResult:
+    """What the host reads, by row."""
+    sampled = [(lane, row) for lane, row in enumerate(plan.decode_rows)]
+    first_chunk = len(plan.decode_rows)
+    sampled += [(first_chunk + i, chunk.row) for i, chunk in enumerate(plan.chunks) if chunk.is_last]
+    tokens, is_nan = outputs.token.tolist(), outputs.is_nan.tolist()  # one conversion each, not one per lane
+    rows = []
+    for lane, row in sampled:
+        if is_nan[lane]:
+            rows.append(RowResult(row=row, token_ids=(), is_nan=True))
+        else:
+            count = num_logprobs.get(row)
+            logprobs = () if count is None else (_logprobs(lane, count, outputs),)
+            rows.append(RowResult(row=row, token_ids=(tokens[lane],), logprobs=logprobs))
+    return StepResult(step=plan.step, rows=tuple(rows))
+
+
+def _logprobs(lane: int, count: int, outputs: StepOutputs) -> TokenLogprobs:
+    top = zip(outputs.top_ids[lane, :count].tolist(), outputs.top_logprobs[lane, :count].tolist(), strict=True)
+    return TokenLogprobs(chosen=float(outputs.logprob[lane]), top=tuple(top))

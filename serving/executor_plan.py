@@ -5,14 +5,16 @@ Every id is checked here, on the host, because JAX would clip a bad one in silen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from k3jax.cache import MAX_LOGIT_BIAS, PAGE_SIZE, CacheShape
+from k3jax.export_rule import export_refusal
 from k3jax.step_inputs import StepInputs, StepShape, neutral
+from k3jax.token_counts import PIECE, CachedTokens
 from serving.core.seam import StepRejected
-from serving.core.types import RowAdmission, StepPlan
+from serving.core.types import PrefillChunk, RowAdmission, StepPlan
 
 ROW_BUCKETS = (8, 32, 128)
 PREFILL_BUCKETS = (0, 512, 2048)
@@ -33,6 +35,7 @@ def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
         shape
         for shape in shapes
         if shape.rows >= max(lanes, len(plan.admitted))
+        and shape.max_copies >= len(plan.slot_copies)
         and shape.prefill_tokens >= prefill
         and shape.max_pages >= len(plan.pages)
     ]
@@ -45,6 +48,7 @@ def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
     """The plan as arrays of `shape`. Raises `StepRejected` for ids outside the pools."""
     inputs = neutral(shape, cache.null_row)
     lanes = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
+    _copy(inputs, plan, cache)
     _check_ids("row", lanes, 0, cache.num_rows)
     if len(set(lanes)) < len(lanes):
         raise StepRejected(f"a row occurs twice in the step's rows {lanes}")
@@ -57,6 +61,8 @@ def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
         _check_ids("position", ends, 0, cache.pages_per_row * PAGE_SIZE)
         inputs.chunk_starts[i] = chunk.start
         inputs.chunk_is_last[i] = chunk.is_last
+        if chunk.export is not None:
+            _export(inputs, i, chunk, cache)
         inputs.tokens[position : position + len(chunk.token_ids)] = chunk.token_ids
         position += len(chunk.token_ids)
         inputs.cu_seqlens[i + 1 :] = position
@@ -72,13 +78,35 @@ def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
     return inputs
 
 
+def _copy(inputs: StepInputs, plan: StepPlan, cache: CacheShape) -> None:
+    count = len(plan.slot_copies)
+    if count > len(inputs.copy_sources):
+        raise StepRejected(f"{count} slot copies do not fit a step, {len(inputs.copy_sources)} do")
+    sources, targets = [copy.source for copy in plan.slot_copies], [copy.target for copy in plan.slot_copies]
+    _check_ids("slot", [*sources, *targets], 1, cache.num_slots)
+    inputs.num_copies[...] = count
+    inputs.copy_sources[:count], inputs.copy_targets[:count] = sources, targets
+
+
+def _export(inputs: StepInputs, i: int, chunk: PrefillChunk, cache: CacheShape) -> None:
+    assert chunk.export is not None
+    position, end = chunk.export.position, chunk.start + len(chunk.token_ids)
+    if refusal := export_refusal(start=chunk.start, end=end, position=position):
+        raise StepRejected(f"row {chunk.row} cannot export a state: {refusal}")
+    _check_ids("slot", (chunk.export.slot,), 1, cache.num_slots)
+    inputs.export_offsets[i], inputs.export_slots[i] = position - chunk.start, chunk.export.slot
+
+
 def _admit(inputs: StepInputs, i: int, admission: RowAdmission, cache: CacheShape) -> None:
     _check_ids("row", (admission.row,), 0, cache.num_rows)
     _check_ids("slot", (admission.slot,), 1, cache.num_slots)
+    _check_ids("cached position", (admission.num_cached,), 0, cache.pages_per_row * PAGE_SIZE)
     sampling = admission.sampling
     known = admission.num_prompt_tokens
     inputs.admit_rows[i] = admission.row
     inputs.admit_slots[i] = admission.slot
+    inputs.admit_lengths[i] = admission.num_cached
+    inputs.admit_is_counted[i] = bool(admission.cached_token_ids)
     inputs.admit_prompt_length[i] = np.iinfo(np.int32).max if known is None else known
     inputs.admit_seeds[i] = np.array([admission.seed & 0xFFFFFFFF, admission.seed >> 32], np.uint32).view(np.int32)
     inputs.admit_top_k[i] = sampling.top_k
@@ -92,6 +120,17 @@ def _admit(inputs: StepInputs, i: int, admission: RowAdmission, cache: CacheShap
         sampling.repetition_penalty,
     )
     inputs.admit_floats[i] = np.array(floats, np.float32).view(np.int32)
+
+
+def cached_pieces(plan: StepPlan) -> Iterator[CachedTokens]:
+    """Cached tokens whose counts the penalties of newly admitted rows need, in pieces."""
+    for admission in plan.admitted:
+        ids = np.asarray(admission.cached_token_ids, np.int32)
+        known = admission.num_prompt_tokens
+        for start in range(0, len(ids), PIECE):
+            part = ids[start : start + PIECE]
+            numbers = (admission.row, start, np.iinfo(np.int32).max if known is None else known, len(part))
+            yield CachedTokens(*(np.asarray(n, np.int32) for n in numbers), np.pad(part, (0, PIECE - len(part))))
 
 
 def bias_arrays(plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, np.ndarray] | None:

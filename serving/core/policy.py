@@ -14,8 +14,8 @@ BLOCK = 64  # tokens of one hashed block: the grid of chunks, pages and prefix b
 class SchedulerPolicy:
     """Settings of one scheduler.
 
-    `reserve_draft_slots` are the draft queries that every scheduled request is charged for; `draft_capacity` is how many
-    the draft pass holds (None: as many as all rows can ask for).
+    `reserve_draft_slots` are the draft queries that every scheduled request is charged for; `draft_capacity` is how
+    many the draft pass holds (None: as many as all rows can ask for).
     """
 
     prefix_cache: bool = True

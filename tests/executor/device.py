@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax import params, presets
+from k3jax import cache, params, presets
 from k3jax.cache import PAGE_SIZE, CacheShape
 from k3jax.pallas import dispatch
 from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.sharding.rules import param_shardings
+from k3jax.step import MixedBatch
 from serving.core.types import ExecutorLimits, GenerationRequest, OutputDelta, SamplingParams, StepPlan, StepResult
 from serving.executor import DeviceExecutor
+from serving.state.store import HostMemoryStore, StateStore
 from serving.step_loop import StepLoop
 from tests.core.driver import Ledger, run_to_end
 from tests.k3jax.golden_data import random_params
@@ -42,21 +44,35 @@ def in_float64() -> Iterator[None]:
         jax.config.update("jax_enable_x64", before)
 
 
-def device_executor(tp: int = 1, *, num_rows: int, **parallel_options: bool) -> DeviceExecutor:
+def device_executor(
+    tp: int = 1,
+    *,
+    num_rows: int,
+    num_slots: int | None = None,
+    store: StateStore | None = None,
+    mixed_batch: MixedBatch = "zero-copy",
+    max_step_tokens: int = 128,
+    **parallel_options: bool,
+) -> DeviceExecutor:
     """Random weights in float64 on `tp` devices, the same ones for every `tp`."""
     tree, mesh = params.abstract(CONFIG), make_mesh(tp)
     parallel = parallel_of(mesh, **parallel_options)
     cache_shape = CacheShape(
-        num_rows=num_rows, num_pages=6 * num_rows + 1, num_slots=num_rows + 1, pages_per_row=PAGES_PER_ROW
+        num_rows=num_rows, num_pages=6 * num_rows + 1, num_slots=num_slots or num_rows + 1, pages_per_row=PAGES_PER_ROW
     )
+    page_bytes, slot_bytes = cache.pool_bytes(CONFIG, jnp.float64)
     limits = ExecutorLimits(
         num_rows=num_rows,
         num_pages=cache_shape.num_pages,
         num_slots=cache_shape.num_slots,
         page_size=PAGE_SIZE,
-        max_step_tokens=128,
+        max_step_tokens=max_step_tokens,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=CONFIG.vocab_size,
+        page_bytes=page_bytes,
+        slot_bytes=slot_bytes,
+        host_cache_bytes=store.capacity_bytes if isinstance(store, HostMemoryStore) else 0,
+        identity=f"test model, tp {tp}",
     )
     with in_float64():
         drawn = dict(params.flatten(random_params(CONFIG)))
@@ -68,11 +84,12 @@ def device_executor(tp: int = 1, *, num_rows: int, **parallel_options: bool) -> 
             dtype=jnp.float64,
             mesh=mesh,
             parallel=parallel,
+            mixed_batch=mixed_batch,
             unstacked=True,
         )
         _, kernels = dispatch.choose("cpu")
         weights = jax.device_put(values, param_shardings(tree, mesh, parallel))
-        return DeviceExecutor(program, weights, limits, kernels=kernels)
+        return DeviceExecutor(program, weights, limits, kernels=kernels, store=store)
 
 
 class Borrowed:

@@ -22,6 +22,7 @@ from k3jax.programs import REPLICATED, StepProgram
 from k3jax.sharding.collectives import Parallel
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.sharding.rules import param_shardings
+from k3jax.step import MixedBatch
 from k3jax.step_inputs import StepInputs, StepShape, neutral, pack
 
 CACHE = CacheShape(num_rows=8, num_pages=48, num_slots=12, pages_per_row=8)
@@ -36,7 +37,7 @@ class Request:
     pages: Sequence[int]
     temperature: float = 0.0
     seed: int = 0
-    length: int = 0
+    length: int = 0  # above 0 before the admission: found in a prefix cache
     num_pages: int = 0  # already in the row's page table
     is_admitted: bool = False
 
@@ -48,6 +49,7 @@ class Chunk:
     request: Request
     tokens: Sequence[int]
     is_last: bool = True
+    export: tuple[int, int] | None = None  # position, slot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class Machine:
         ops: Ops | None = None,
         cache: CacheShape = CACHE,
         optimise: bool = True,
+        mixed_batch: MixedBatch = "zero-copy",
         **divide: bool,
     ):
         """`optimise=False` skimps LLVM's part of compiling, for equal up to rounding. `divide` as `parallel_of`."""
@@ -99,6 +102,7 @@ class Machine:
                 mesh=mesh,
                 parallel=parallel,
                 ops=ops or Ops(),
+                mixed_batch=mixed_batch,
                 unstacked=True,
             )
             cast = dict(params.flatten(values))
@@ -140,10 +144,12 @@ class Session:
         chunks: Sequence[Chunk] = (),
         *,
         force: dict[int, int] | None = None,
+        copies: Sequence[tuple[int, int]] = (),
         garbage: int = 0,
         shape: StepShape | None = None,
     ) -> dict[int, Lane]:
-        """One step; results by row. `force` maps rows to the token they must choose, `garbage` fills unused tokens."""
+        """One step; results by row. `force` maps rows to the token they must choose, `garbage` fills unused tokens,
+        `copies` are pairs of slots, source and target."""
         shape = shape or self.shape
         inputs = neutral(shape, self.machine.cache.null_row)
         inputs.tokens[:] = garbage
@@ -154,6 +160,12 @@ class Session:
             start, stop = inputs.cu_seqlens[i], inputs.cu_seqlens[i] + len(chunk.tokens)
             inputs.tokens[start:stop], inputs.cu_seqlens[i + 1 :] = chunk.tokens, stop
             inputs.chunk_starts[i], inputs.chunk_is_last[i] = chunk.request.length, chunk.is_last
+            if chunk.export is not None:
+                inputs.export_offsets[i] = chunk.export[0] - chunk.request.length
+                inputs.export_slots[i] = chunk.export[1]
+        inputs.num_copies[...] = len(copies)
+        for i, pair in enumerate(copies):
+            inputs.copy_sources[i], inputs.copy_targets[i] = pair
         self._admit(inputs, lanes)
         new = [1] * len(decode) + [len(chunk.tokens) for chunk in chunks]
         self._append_pages(inputs, list(zip(lanes, new, strict=True)))
@@ -165,6 +177,7 @@ class Session:
     def _admit(self, inputs: StepInputs, lanes: Sequence[Request]) -> None:
         for i, request in enumerate(r for r in lanes if not r.is_admitted):
             inputs.admit_rows[i], inputs.admit_slots[i] = request.row, request.slot
+            inputs.admit_lengths[i] = request.length
             inputs.admit_prompt_length[i] = np.iinfo(np.int32).max
             inputs.admit_seeds[i] = (request.seed, 0)
             floats = np.array([request.temperature, 1, 0, 0, 0, 1], np.float32)

@@ -13,6 +13,7 @@ from k3jax import cache, kda_serving, mla_serving, params, program_text, program
 from k3jax.pallas.dispatch import Ops
 from k3jax.program_text import ArrayType
 from k3jax.sharding.mesh import make_mesh, parallel_of
+from k3jax.step import MixedBatch
 from k3jax.step_inputs import StepShape
 from tests.k3jax.golden_data import mini_config
 
@@ -25,7 +26,7 @@ CORRECT = Ops()
 NAMES = {"float32": "f32", "bfloat16": "bf16", "float64": "f64"}
 
 
-def build(ops: Ops, num_layers: int) -> programs.StepProgram:
+def build(ops: Ops, num_layers: int, mixed_batch: MixedBatch) -> programs.StepProgram:
     """KDA and MLA in turn, so that pools are handed from layer to layer."""
     layers = range(num_layers)
     config = mini_config(num_hidden_layers=num_layers, kda_layers=tuple(layers[::2]), mla_layers=tuple(layers[1::2]))
@@ -38,6 +39,7 @@ def build(ops: Ops, num_layers: int) -> programs.StepProgram:
         mesh=mesh,
         parallel=parallel_of(mesh),
         ops=ops,
+        mixed_batch=mixed_batch,
         unstacked=True,
     )
 
@@ -49,10 +51,10 @@ def pool_types(program: programs.StepProgram) -> list[ArrayType]:
 
 @functools.cache
 def compiled(
-    ops: Ops = CORRECT, num_layers: int = 4
+    ops: Ops = CORRECT, num_layers: int = 4, mixed_batch: MixedBatch = "zero-copy"
 ) -> tuple[programs.StepProgram, jax.stages.Compiled, program_text.ProgramText]:
     """Only LLVM's part is skimped: the optimised program is the one that serves."""
-    program = build(ops, num_layers)
+    program = build(ops, num_layers, mixed_batch)
     lowered = program.function(SHAPE).lower(*program.operands(SHAPE))
     executable = lowered.compile({"xla_backend_optimization_level": 0})
     return program, executable, program_text.parse(executable.as_text())

@@ -1,0 +1,159 @@
+"""Transfers between the pools and the state store, beside the steps.
+
+A store takes its entries out of the pools in a program queued behind the steps submitted so far, then copies them to
+pinned host memory; a load copies them to the device first and writes them into the pools once they have arrived, so no
+step ever waits for the host. One value of the store is one page or slot with the parts of all ranks.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from k3jax.cache import Pools
+from k3jax.programs import REPLICATED, StepProgram
+from k3jax.state_moves import PAGES_PER_MOVE, compile_moves
+from serving.core.types import EntryKind, Transfer, TransferEntry, TransferKind, TransferResult
+from serving.state.store import StateStore
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.0005
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Moving:
+    """A transfer whose copies were started: on the host for a store, on the device for a load."""
+
+    transfer: Transfer
+    values: tuple[Any, ...]  # one per entry
+
+    @property
+    def has_arrived(self) -> bool:
+        return all(array.is_ready() for array in jax.tree.leaves(self.values))
+
+
+class DeviceTransfers:
+    """Runs the transfers of one executor. Pools are handed in and returned by every call that may change them."""
+
+    def __init__(self, program: StepProgram, store: StateStore) -> None:
+        self._moves = compile_moves(program)
+        self._store = store
+        self._replicated = NamedSharding(program.mesh, REPLICATED)
+        kinds = {memory.kind for memory in program.mesh.devices.flat[0].addressable_memories()}
+        self._host_kind = "pinned_host" if "pinned_host" in kinds else None
+        self._moving: collections.deque[_Moving] = collections.deque()
+        self._failed: list[TransferResult] = []
+        self._empty_page = jax.device_put(
+            np.zeros(self._moves.page.shape, self._moves.page.dtype), self._moves.page.sharding
+        )
+
+    def start(self, transfer: Transfer, pools: Pools) -> None:
+        """Queue the copies of `transfer`; never waits."""
+        if transfer.kind is TransferKind.STORE:
+            values = tuple(jax.device_put(value, self._host_shardings(value)) for value in self._read(transfer, pools))
+        else:
+            found = [self._store.get(entry.key) for entry in transfer.entries]
+            if any(value is None for value in found):
+                self._failed.append(TransferResult(transfer_id=transfer.transfer_id, is_ok=False))
+                return
+            values = tuple(
+                jax.device_put(value, self._device_shardings(entry))
+                for entry, value in zip(transfer.entries, found, strict=True)
+            )
+        self._moving.append(_Moving(transfer=transfer, values=values))
+
+    def finish(self, pools: Pools, wait_s: float) -> tuple[Pools, tuple[TransferResult, ...]]:
+        """Complete what has arrived: loads are written to the pools, stores handed to the store."""
+        until = time.monotonic() + wait_s
+        while not self._failed and self._moving and not any(m.has_arrived for m in self._moving):
+            if time.monotonic() >= until:
+                return pools, ()
+            time.sleep(_POLL_S)
+        results, self._failed = self._failed, []
+        waiting: collections.deque[_Moving] = collections.deque()
+        for moving in self._moving:
+            if not moving.has_arrived:
+                waiting.append(moving)
+                continue
+            if moving.transfer.kind is TransferKind.LOAD:
+                pools, is_ok = self._write(moving, pools), True
+            else:
+                is_ok = self._keep(moving)
+            results.append(TransferResult(transfer_id=moving.transfer.transfer_id, is_ok=is_ok))
+        self._moving = waiting
+        return pools, tuple(results)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Drop entries of the store."""
+        self._store.forget(keys)
+
+    def reset(self) -> None:
+        """Forget what is under way; the pools it came from or went to are gone."""
+        self._moving.clear()
+        self._failed.clear()
+
+    def _read(self, transfer: Transfer, pools: Pools) -> list[Any]:
+        """Device copies of the entries, in their order."""
+        values: dict[TransferEntry, Any] = {}
+        for batch in _batches(transfer.entries):
+            ids = np.zeros(PAGES_PER_MOVE, np.int32)
+            ids[: len(batch)] = [entry.device_id for entry in batch]
+            pages = self._moves.read_pages(pools.mla, jax.device_put(ids, self._replicated))
+            values |= zip(batch, pages, strict=False)
+        for entry in transfer.entries:
+            if entry.kind is EntryKind.SLOT:
+                values[entry] = self._moves.read_slot(pools.kda, pools.conv, self._id(entry))
+        return [values[entry] for entry in transfer.entries]
+
+    def _write(self, moving: _Moving, pools: Pools) -> Pools:
+        arrived = dict(zip(moving.transfer.entries, moving.values, strict=True))
+        for batch in _batches(moving.transfer.entries):
+            ids = np.zeros(PAGES_PER_MOVE, np.int32)
+            ids[: len(batch)] = [entry.device_id for entry in batch]
+            padding = (self._empty_page,) * (PAGES_PER_MOVE - len(batch))
+            pages = (*(arrived[entry] for entry in batch), *padding)
+            mla = self._moves.write_pages(pools.mla, jax.device_put(ids, self._replicated), pages)
+            pools = pools._replace(mla=mla)
+        for entry, value in arrived.items():
+            if entry.kind is EntryKind.SLOT:
+                kda, conv = self._moves.write_slot(pools.kda, pools.conv, self._id(entry), value)
+                pools = pools._replace(kda=kda, conv=conv)
+        return pools
+
+    def _keep(self, moving: _Moving) -> bool:
+        """All entries or none: a part of a state is of no use."""
+        kept = []
+        for entry, value in zip(moving.transfer.entries, moving.values, strict=True):
+            is_new = not self._store.contains(entry.key)
+            if not self._store.put(entry.key, value, sum(array.nbytes for array in jax.tree.leaves(value))):
+                logger.warning("the host tier has no room for transfer %d; it is dropped", moving.transfer.transfer_id)
+                self._store.forget(kept)
+                return False
+            kept += [entry.key] if is_new else []
+        return True
+
+    def _id(self, entry: TransferEntry) -> jax.Array:
+        return jax.device_put(np.asarray(entry.device_id, np.int32), self._replicated)
+
+    def _device_shardings(self, entry: TransferEntry) -> Any:
+        shapes = self._moves.page if entry.kind is EntryKind.PAGE else self._moves.slot
+        return jax.tree.map(lambda shape: shape.sharding, shapes)
+
+    def _host_shardings(self, value: Any) -> Any:
+        if self._host_kind is None:
+            return jax.tree.map(lambda array: array.sharding, value)
+        return jax.tree.map(lambda array: array.sharding.with_memory_kind(self._host_kind), value)
+
+
+def _batches(entries: tuple[TransferEntry, ...]) -> Iterator[tuple[TransferEntry, ...]]:
+    pages = [entry for entry in entries if entry.kind is EntryKind.PAGE]
+    for start in range(0, len(pages), PAGES_PER_MOVE):
+        yield tuple(pages[start : start + PAGES_PER_MOVE])
