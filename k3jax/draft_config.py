@@ -140,6 +140,13 @@ def is_draft(config: Mapping[str, Any], names: Collection[str] = ()) -> bool:
 
 def check_against(draft: DraftConfig, target: K3Config) -> None:
     """Refuse a draft that was not made for `target`. Raises `ConfigError` with every reason."""
+    problems = target_problems(draft, target)
+    if problems:
+        raise ConfigError(f"the draft does not fit the target: {'; '.join(problems)}. Use a draft trained for it.")
+
+
+def target_problems(draft: DraftConfig, target: K3Config) -> list[str]:
+    """Every reason why `draft` cannot draft for `target`."""
     problems = []
     for name, wanted in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
         if getattr(draft, name) != wanted:
@@ -153,8 +160,7 @@ def check_against(draft: DraftConfig, target: K3Config) -> None:
     beyond = [tap for tap in draft.taps if tap >= target.num_hidden_layers]
     if beyond:
         problems.append(f"it taps layers {beyond}, the target's last is {target.num_hidden_layers - 1}")
-    if problems:
-        raise ConfigError(f"the draft does not fit the target: {'; '.join(problems)}. Use a draft trained for it.")
+    return problems
 
 
 # --- the three forms -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,6 @@ class Total:
     tensors: int = 0
     bytes: int = 0
     parameters: int = 0
-
-    def plus(self, num_bytes: int, parameters: int) -> Total:
-        return Total(tensors=self.tensors + 1, bytes=self.bytes + num_bytes, parameters=self.parameters + parameters)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,21 +157,31 @@ def _sources(tree: Tree) -> Iterator[_Found]:
 
 
 def _totals(tree: Tree, tensors: Iterable[_Found]) -> tuple[dict[str, Total], dict[str, Total]]:
-    parts: dict[str, Total] = {}
-    places = {}  # name to (part, parameters per stored value)
+    places: dict[str, tuple[str, int]] = {}  # part, and parameters per stored value
+    order: dict[str, None] = {}
     for path, spec in flatten(tree):
-        part = _part(path)
-        parts.setdefault(part, Total())
-        per_value = {"nibbles": 2, "scales": 0}.get(spec.init, 1)
-        places |= dict.fromkeys((source.name for source in spec.sources()), (part, per_value))
-    dtypes: dict[str, Total] = {}
+        place = _part(path), {"nibbles": 2, "scales": 0}.get(spec.init, 1)
+        order.setdefault(place[0])
+        places |= dict.fromkeys((source.name for source in spec.sources()), place)
+    order |= dict.fromkeys((VISION_PART, UNKNOWN_PART))
+    groups: dict[tuple[str, int, str], list[int]] = {}  # tensors and values of a part in a dtype
     for name, dtype, shape in tensors:
         part, per_value = places.get(name) or (_part_outside(name), 1)
-        size = math.prod(shape)
-        num_bytes = size * DTYPES[dtype].itemsize
-        parts[part] = parts.get(part, Total()).plus(num_bytes, size * per_value)
-        dtypes[dtype] = dtypes.get(dtype, Total()).plus(num_bytes, size * per_value)
+        group = groups.setdefault((part, per_value, dtype), [0, 0])
+        group[0] += 1
+        group[1] += math.prod(shape)
+    parts = {part: _sum(groups, lambda key, part=part: key[0] == part) for part in order}
+    dtypes = {dtype: _sum(groups, lambda key, dtype=dtype: key[2] == dtype) for dtype in sorted({k[2] for k in groups})}
     return {part: total for part, total in parts.items() if total.tensors}, dtypes
+
+
+def _sum(groups: dict[tuple[str, int, str], list[int]], belongs: Callable[[tuple[str, int, str]], bool]) -> Total:
+    found = [(key, *group) for key, group in groups.items() if belongs(key)]
+    return Total(
+        tensors=sum(tensors for _, tensors, _ in found),
+        bytes=sum(values * DTYPES[dtype].itemsize for (_, _, dtype), _, values in found),
+        parameters=sum(values * per_value for (_, per_value, _), _, values in found),
+    )
 
 
 def _part(path: tuple[str, ...]) -> str:

@@ -1,0 +1,1 @@
+"""Subcommands of scripts/convert_checkpoint.py, one a module: HELP, add_arguments(parser), run(args) -> exit code."""
