@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
+from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits, GenerationRequest, OutputDelta, SamplingParams
 from serving.step_loop import StepLoop
-from serving.toy_model import next_token
+from serving.toy_model import context_of, extend, next_token
 
 GREEDY = SamplingParams(temperature=0.0)
 VOCAB_SIZE = 997
 
 
-def limits(**changes: int) -> ExecutorLimits:
+def limits(**changes: int | str) -> ExecutorLimits:
     """A small device: 4 rows, 32 pages of 8 tokens, 16 tokens a step, sequences up to 128."""
-    fields = {
+    fields: dict[str, Any] = {
         "num_rows": 4,
         "num_pages": 33,
         "num_slots": 5,
@@ -56,6 +59,7 @@ def request(
 def expected_tokens(request: GenerationRequest, *, seed: int | None = None) -> list[int]:
     """What the toy model says to `request` alone, computed without any engine."""
     history = list(request.prompt_token_ids)
+    context = context_of(history)
     num_prompt = len(history)
     while len(history) - num_prompt < request.max_tokens:
         token, _ = next_token(
@@ -64,11 +68,25 @@ def expected_tokens(request: GenerationRequest, *, seed: int | None = None) -> l
             sampling=request.sampling,
             seed=seed if seed is not None else (request.sampling.seed or 0),
             vocab_size=VOCAB_SIZE,
+            context=context,
         )
         history.append(token)
+        context = extend(context, token)
         if token in request.stop_token_ids:
             break
     return history[num_prompt:]
+
+
+def policy(block: int = 8, **changes: Any) -> SchedulerPolicy:
+    """The default policy for pages of `block` tokens."""
+    fields: dict[str, Any] = {"block": block, "checkpoint_stride": block}
+    return SchedulerPolicy(**(fields | changes))
+
+
+def same_prefix(request_id: str, *parts: tuple[int, ...], max_tokens: int = 3, **changes: Any) -> GenerationRequest:
+    """A request whose prompt is the concatenation of `parts`."""
+    prompt_token_ids = tuple(itertools.chain(*parts))
+    return dataclasses.replace(request(request_id, max_tokens=max_tokens), prompt_token_ids=prompt_token_ids, **changes)
 
 
 class Ledger:

@@ -1,0 +1,215 @@
+"""Scheduler and fake device together, without an engine: every step of the test's own making, all checks on."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from serving.core.policy import SchedulerPolicy
+from serving.core.scheduler import Scheduler
+from serving.core.seam import DeviceFailure, StepRejected
+from serving.core.types import (
+    ExecutorLimits,
+    FinishReason,
+    GenerationRequest,
+    OutputDelta,
+    RowAdmission,
+    StepPlan,
+)
+from serving.fake_executor import FakeExecutor
+from serving.fake_store import FakeStore
+from tests.core.driver import Ledger, expected_tokens
+
+
+class Drive:
+    """Runs a scheduler on the fake device and checks both after every operation.
+
+    With `overlap` a step is planned and submitted before the result of the step before it is applied. Every text is
+    compared with the model alone, every plan with both budgets.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        policy: SchedulerPolicy,
+        *,
+        overlap: bool = False,
+        store: FakeStore | None = None,
+    ) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.overlap = overlap
+        self.scheduler = Scheduler(limits, policy=policy)
+        self.executor = FakeExecutor(limits, chunk_grid=policy.block, store=store)
+        self.ledger = Ledger()
+        self.requests: dict[str, GenerationRequest] = {}
+        self.cached_tokens: dict[str, int] = {}  # as the first delta with tokens says
+        self.in_flight: deque[StepPlan] = deque()
+        self._expected: dict[str, list[int]] = {}
+        self._num_taken: dict[str, int] = {}
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """Every plan submitted."""
+        return self.executor.plans
+
+    @property
+    def store(self) -> FakeStore:
+        """The device's state store."""
+        return self.executor.store
+
+    def add(self, *requests: GenerationRequest) -> None:
+        """Queue `requests`, each with its own seed or 0."""
+        for request in requests:
+            self.requests[request.request_id] = request
+            refusal = self.scheduler.add(request, seed=request.sampling.seed or 0)
+            self._take([] if refusal is None else [refusal])
+
+    def abort(self, request_id: str) -> OutputDelta | None:
+        """End a request in whatever phase it is."""
+        last = self.scheduler.abort(request_id)
+        self._take([] if last is None else [last])
+        return last
+
+    def step(self) -> StepPlan | None:
+        """One turn: transfers, plan, submit, and the results that are due. None when nothing could be planned."""
+        self.finish_transfers()
+        plan = self.scheduler.plan()
+        self._start_transfers()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self._check_budgets(plan)
+            if not self.submit(plan):
+                return plan
+        while len(self.in_flight) > (1 if self.overlap and plan is not None else 0):
+            if not self.collect():
+                break
+        return plan
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Step until every request has ended; return the number of steps planned."""
+        num_steps = 0
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests and not self.in_flight:
+                return num_steps
+            num_in_flight, num_moving = len(self.in_flight), self.store.num_in_flight
+            plan = self.step()
+            num_steps += plan is not None
+            assert plan is not None or num_in_flight or num_moving, "requests are left and none can move"
+        raise AssertionError(f"the requests do not end: {self.ledger.tokens}")
+
+    def run_alone(self, request: GenerationRequest) -> int:
+        """Run one request to its end and return what it found in the cache."""
+        self.add(request)
+        self.run()
+        return self.cached_tokens[request.request_id]
+
+    def settle(self) -> None:
+        """Run until neither requests nor steps nor transfers are left."""
+        self.run()
+        for _ in range(100):
+            if not self.store.num_in_flight:
+                return
+            self.finish_transfers()
+            self._start_transfers()
+        raise AssertionError("the transfers do not end")
+
+    def submit(self, plan: StepPlan) -> bool:
+        """Hand `plan` to the device; False when it did not run."""
+        try:
+            self.executor.submit(plan)
+        except StepRejected:
+            self._take(self.scheduler.reject("rejected"))
+            return False
+        except DeviceFailure:
+            self.lose_device()
+            return False
+        self.in_flight.append(plan)
+        return True
+
+    def collect(self) -> bool:
+        """Apply the oldest result; False when the device failed."""
+        self.in_flight.popleft()
+        try:
+            result = self.executor.collect()
+        except DeviceFailure:
+            self.lose_device()
+            return False
+        self._take(self.scheduler.apply(result))
+        return True
+
+    def lose_device(self) -> None:
+        """Rebuild the device, empty."""
+        self.executor.reset()
+        self.in_flight.clear()
+        self._take(self.scheduler.lose_device("lost"))
+
+    def finish_transfers(self) -> None:
+        """Tell the scheduler which transfers ended."""
+        results = self.executor.finished_transfers()
+        if results:
+            self.scheduler.finish_transfers(results)
+            self.scheduler.check_integrity()
+
+    def admissions(self, request_id: str) -> list[RowAdmission]:
+        """Every admission of a request's prompt so far; prompts must differ."""
+        prompt = self.requests[request_id].prompt_token_ids
+        found = []
+        for plan in self.plans:
+            starts = {chunk.row: chunk for chunk in plan.chunks}
+            for admission in plan.admitted:
+                chunk = starts[admission.row]
+                is_same = prompt[chunk.start : chunk.start + len(chunk.token_ids)] == chunk.token_ids
+                found += [admission] if is_same and chunk.start == admission.num_cached else []
+        return found
+
+    def assert_all_free(self) -> None:
+        """Nothing is owned by anybody once the cache is dropped; call when all is settled."""
+        self.scheduler.reset_prefix_cache()
+        self._start_transfers()
+        self.settle()
+        self.scheduler.check_integrity()
+        scheduler = self.scheduler
+        used = scheduler.rows.num_used, scheduler.slots.num_used, scheduler.pages.num_used
+        assert used == (0, 0, 0), f"rows, slots and pages in use: {used}"
+
+    def _start_transfers(self) -> None:
+        self.executor.forget(self.scheduler.keys_to_forget())
+        for transfer in self.scheduler.transfers_to_start():
+            self.executor.transfer(transfer)
+
+    def _take(self, deltas: list[OutputDelta]) -> None:
+        self.scheduler.check_integrity()
+        for delta in deltas:
+            request_id = delta.request_id
+            request = self.requests[request_id]
+            if delta.token_ids and request_id not in self.cached_tokens:
+                assert 0 <= delta.cached_tokens < len(request.prompt_token_ids), delta
+                self.cached_tokens[request_id] = delta.cached_tokens
+            self.ledger.take([delta])
+            self._check_text(request, delta)
+
+    def _check_text(self, request: GenerationRequest, delta: OutputDelta) -> None:
+        request_id = request.request_id
+        if delta.token_ids:
+            if request_id not in self._expected:
+                self._expected[request_id] = expected_tokens(request)
+            first = self._num_taken.get(request_id, 0)
+            expected = self._expected[request_id][first : first + len(delta.token_ids)]
+            assert list(delta.token_ids) == expected, f"{request_id} says {delta.token_ids} at {first}, not {expected}"
+            self._num_taken[request_id] = first + len(delta.token_ids)
+        if delta.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
+            assert self._num_taken[request_id] == len(self._expected[request_id]), f"{request_id} ends early"
+
+    def _check_budgets(self, plan: StepPlan) -> None:
+        num_requests = len(plan.decode_rows) + len(plan.chunks)
+        num_tokens = len(plan.decode_rows) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        policy, limits = self.policy, self.limits
+        num_drafts = num_requests * policy.reserve_draft_slots
+        if policy.token_budget == "additive":
+            assert num_tokens + num_drafts <= limits.max_step_tokens, plan
+        elif policy.token_budget == "static":
+            reserved = limits.num_rows * policy.reserve_draft_slots
+            assert num_tokens <= limits.max_step_tokens - reserved, plan
+        else:
+            assert num_tokens <= limits.max_step_tokens, plan
+            assert policy.draft_capacity is None or num_drafts <= policy.draft_capacity, plan
