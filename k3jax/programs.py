@@ -82,9 +82,9 @@ class StepProgram:
 
     def count_cached(self) -> jax.stages.Compiled:
         """The program of `token_counts.count_cached`: (rows, piece) to rows, rows donated."""
-        piece = token_counts.CachedTokens(
-            *(jax.ShapeDtypeStruct((), jnp.int32),) * 4, jax.ShapeDtypeStruct((token_counts.PIECE,), jnp.int32)
-        )
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((token_counts.PIECE,), jnp.int32)
+        piece = token_counts.CachedTokens(number, number, number, number, tokens)
         specs = (cache.row_specs(self.parallel), token_counts.CachedTokens(*(REPLICATED,) * 5))
         body = functools.partial(token_counts.count_cached, parallel=self.parallel)
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)

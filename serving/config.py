@@ -15,9 +15,22 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 LOAD_FORMATS = ("auto", "dummy", "fake")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SWITCHES = ("auto", "on", "off")
+TOKEN_BUDGETS = ("adaptive", "additive", "static")
+CHECKPOINTS = ("internal", "split", "off")
+MIXED_BATCHES = ("zero-copy", "gather")
+OFFLOADS = ("host", "none")
 
 # Settings that only mean something when a device runs the step; `--load-format fake` refuses them.
-DEVICE_SETTINGS = ("dtype", "tp", "dcp", "memory_fraction", "shard_latents", "compile_cache")
+DEVICE_SETTINGS = (
+    "dtype",
+    "tp",
+    "dcp",
+    "memory_fraction",
+    "shard_latents",
+    "compile_cache",
+    "mixed_batch",
+    "checkpoint_share",
+)
 
 
 class ConfigError(ValueError):
@@ -68,13 +81,65 @@ class ServeConfig:
         None, "scheduling", "requests that run at once; unset: 256 on a GPU, 32 on a CPU", metavar="N"
     )
     max_step_tokens: int | None = setting(
-        None, "scheduling", "tokens of one step; unset: 8192 on a GPU, 512 on a CPU", metavar="TOKENS"
+        None,
+        "scheduling",
+        "tokens of one step; unset: 512 on a CPU, 8192 on a GPU, 16384 on one with at least 160 GB",
+        metavar="TOKENS",
+    )
+    token_budget: str = setting(
+        "adaptive",
+        "scheduling",
+        "how draft queries count against a step: `adaptive` apart from tokens, `additive` with each request's tokens "
+        "(the published rule), `static` reserved for --max-num-seqs",
+        choices=TOKEN_BUDGETS,
+    )
+    reserve_draft_slots: int | None = setting(
+        None, "scheduling", "draft queries charged per request; unset: what the draft model needs, else 0", metavar="N"
+    )
+    mixed_batch: str = setting(
+        "zero-copy",
+        "scheduling",
+        "`zero-copy` slices decode and prefill rows, `gather` picks them out in every KDA layer (to compare)",
+        choices=MIXED_BATCHES,
+    )
+    overlap: bool = setting(True, "scheduling", "plan and dispatch a step before the one before it is read")
+    prefix_cache: bool = setting(True, "prefix cache", "reuse MLA pages and KDA states of prompts seen before")
+    checkpoint: str = setting(
+        "internal",
+        "prefix cache",
+        "where the state at a prompt's last boundary comes from: `internal` the pass that reads the prompt, `split` a "
+        "pass of its own, `off` nowhere",
+        choices=CHECKPOINTS,
+    )
+    checkpoint_stride: int = setting(
+        64, "prefix cache", "prompt checkpoints lie on multiples of this many tokens", metavar="TOKENS"
+    )
+    checkpoint_every: int = setting(
+        0,
+        "prefix cache",
+        "keep a checkpoint every so many tokens of a prompt; 0: only where reuse is likely",
+        metavar="TOKENS",
+    )
+    checkpoint_share: float = setting(
+        0.3, "prefix cache", "share of the pool memory for KDA checkpoints, the rest holds pages", metavar="FRACTION"
+    )
+    host_cache_gb: float = setting(
+        0.0, "prefix cache", "host memory for states that leave the device; 0: none", metavar="GB"
+    )
+    offload: str = setting(
+        "host",
+        "prefix cache",
+        "where evicted and parked states go when there is room: `host` or `none`",
+        choices=OFFLOADS,
     )
     num_pages: int | None = setting(
         None, "memory", "KV cache pages of 64 tokens; unset: what fits --memory-fraction", metavar="N"
     )
     num_slots: int | None = setting(
-        None, "memory", "KDA state slots; unset: one per running request and the null slot", metavar="N"
+        None,
+        "memory",
+        "KDA state slots; unset: one per running request, the null slot, and --checkpoint-share",
+        metavar="N",
     )
     memory_fraction: float | None = setting(
         None, "memory", "share of device memory for weights and pools; unset: 0.9 on a GPU", metavar="FRACTION"
@@ -129,6 +194,11 @@ class ServeConfig:
             _require(self, name, lambda value: value >= 1, "Use 1 or more.")
         for name in ("max_model_len", "num_pages", "num_slots"):
             _require(self, name, lambda value: value >= 2, "Use 2 or more.")
+        _require(self, "reserve_draft_slots", lambda value: value >= 0, "Use 0 or more.")
+        _require(self, "checkpoint_stride", lambda value: value >= 64 and value % 64 == 0, "Use a multiple of 64.")
+        _require(self, "checkpoint_every", lambda value: value >= 0 and value % 64 == 0, "Use 0 or a multiple of 64.")
+        _require(self, "checkpoint_share", lambda value: 0 <= value < 1, "Use a share from 0 to below 1.")
+        _require(self, "host_cache_gb", lambda value: 0 <= value <= 65536, "Use 0 to 65536 GB.")
         _require(self, "memory_fraction", lambda value: 0 < value <= 1, "Use a share above 0 and at most 1.")
         _require(self, "port", lambda value: 0 <= value <= 65535, "Use 0 to 65535.")
         _require(self, "max_body_mb", lambda value: 0 < value <= 4096, "Use more than 0 and at most 4096.")
@@ -145,6 +215,7 @@ class ServeConfig:
                 f"--memory-fraction={self.memory_fraction} has no effect beside --num-pages={self.num_pages}, "
                 "which fixes the pool. Give one of them."
             )
+        self._check_prefix_cache()
         if self.load_format == "fake":
             for field in dataclasses.fields(self):
                 if field.name in DEVICE_SETTINGS and getattr(self, field.name) != field.default:
@@ -152,6 +223,25 @@ class ServeConfig:
                         f"{flag_name(field.name)}={getattr(self, field.name)!r} has no effect with --load-format fake, "
                         "which runs on no device. Leave one of them out."
                     )
+
+    def _check_prefix_cache(self) -> None:
+        if not self.prefix_cache:
+            for name in ("checkpoint", "checkpoint_stride", "checkpoint_every", "checkpoint_share", "host_cache_gb"):
+                self._refuse_beside(name, "--no-prefix-cache", "which keeps nothing")
+        if self.checkpoint == "off":
+            for name in ("checkpoint_stride", "checkpoint_every"):
+                self._refuse_beside(name, "--checkpoint=off", "which keeps no state of a prompt")
+        if self.num_slots is not None:
+            self._refuse_beside("checkpoint_share", f"--num-slots={self.num_slots}", "which fixes the slots")
+        if self.offload == "none":
+            self._refuse_beside("host_cache_gb", "--offload=none", "which moves nothing")
+
+    def _refuse_beside(self, name: str, other: str, why: str) -> None:
+        """Raise when `name` was given although `other` takes its effect away."""
+        field = next(field for field in dataclasses.fields(self) if field.name == name)
+        value = getattr(self, name)
+        if value != field.default:
+            raise ConfigError(f"{flag_name(name)}={value} has no effect beside {other}, {why}. Leave one of them out.")
 
 
 def flag_name(field_name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from k3jax import cache
 from k3jax import params as parameter_tree
 from k3jax.checkpoint_reader import open_checkpoint
 from k3jax.config import K3Config
@@ -22,7 +23,9 @@ from k3jax.sharding.mesh import make_mesh
 from serving.config import ConfigError, ServeConfig
 from serving.core.types import ExecutorLimits
 from serving.executor import DeviceExecutor
+from serving.executor_identity import state_identity, weights_revision
 from serving.sizing import MEMORY_FRACTION, plan_sizes
+from serving.state.store import HostMemoryStore
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -63,12 +66,15 @@ def build_executor(
         mesh=mesh,
         parallel=parallel,
         ops=ops,
+        mixed_batch="gather" if config.mixed_batch == "gather" else "zero-copy",
         unstacked=platform == "cpu",
     )
     for choice in kernels:
         logger.info("%s runs on %s: %s", choice.op, choice.backend, choice.reason)
     logger.info("%s", sizes.describe())
     report("compiling programs")
+    page_bytes, slot_bytes = cache.pool_bytes(model_config, dtype)
+    revision = f"random weights of seed {config.seed}" if checkpoint is None else weights_revision(checkpoint)
     limits = ExecutorLimits(
         num_rows=sizes.cache_shape.num_rows,
         num_pages=sizes.cache_shape.num_pages,
@@ -77,8 +83,14 @@ def build_executor(
         max_step_tokens=sizes.max_step_tokens,
         max_model_len=sizes.max_model_len,
         vocab_size=model_config.vocab_size,
+        page_bytes=page_bytes,
+        slot_bytes=slot_bytes,
+        host_cache_bytes=int(config.host_cache_gb * 10**9) if config.offload == "host" else 0,
+        identity=state_identity(program, revision),
     )
-    return DeviceExecutor(program, weights, limits, kernels=kernels, cache=_cache_folder(config), progress=report)
+    store = HostMemoryStore(limits.host_cache_bytes) if limits.host_cache_bytes else None
+    folder = _cache_folder(config)
+    return DeviceExecutor(program, weights, limits, kernels=kernels, cache=folder, store=store, progress=report)
 
 
 def prepare_environment(config: ServeConfig) -> None:
@@ -96,9 +108,9 @@ def _prepare_jax(config: ServeConfig) -> None:
         # Means nothing on a GPU, and comes too late where the process uses jax already: then the mesh decides.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", config.tp * config.dcp)
-    cache = _cache_folder(config)
-    cache.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(cache))
+    folder = _cache_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -50,7 +50,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         field = fields[name]
         try:
-            settings[field.name] = value_type(field.name)(text)
+            settings[field.name] = _from_text(value_type(field.name), text)
         except ValueError:
             kind = value_type(field.name).__name__
             raise ConfigError(f"{name}={text!r} is not of type {kind}. Correct or unset it.") from None
@@ -73,7 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
             groups[meta["group"]] = parser.add_argument_group(meta["group"])
         default = "" if field.default is None else f" (default: {field.default})"
         options: dict[str, Any] = {"dest": field.name, "help": (meta["help"] + default).replace("%", "%%")}
-        if meta["choices"]:
+        if value_type(field.name) is bool:
+            options["action"] = argparse.BooleanOptionalAction  # --overlap and --no-overlap
+        elif meta["choices"]:
             options["choices"] = meta["choices"]
         else:
             options |= {"type": value_type(field.name), "metavar": meta["metavar"]}
@@ -87,6 +89,16 @@ def value_type(field_name: str) -> type:
     return next(kind for kind in (typing.get_args(annotation) or (annotation,)) if kind is not type(None))
 
 
+def _from_text(kind: type, text: str) -> Any:
+    """Raises `ValueError`."""
+    if kind is not bool:
+        return kind(text)
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]
+
+
 def flag_table() -> str:
     """Return the Markdown table of docs/operations.md; a test compares the two."""
     lines = ["| flag | environment | default | meaning |", "|---|---|---|---|"]
@@ -94,7 +106,9 @@ def flag_table() -> str:
         choices = field.metadata["choices"]
         values = " \\| ".join(choices) if choices else field.metadata["metavar"].replace("|", " \\| ")
         default = "" if field.default is None else f"`{field.default}`"
-        flag = f"`{flag_name(field.name)}` {values}"
+        flag = f"`{flag_name(field.name)}` {values}".rstrip()
+        if value_type(field.name) is bool:
+            flag = f"`{flag_name(field.name)}` `{flag_name('no_' + field.name)}`"
         lines.append(f"| {flag} | `{env_name(field.name)}` | {default} | {field.metadata['help']} |")
     return "\n".join(lines)
 
@@ -107,7 +121,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unknown_flag_message(unknown: list[str]) -> str:
-    known = [flag_name(field.name) for field in dataclasses.fields(ServeConfig)]
+    names = [field.name for field in dataclasses.fields(ServeConfig)]
+    known = [flag_name(name) for name in names]
+    known += [flag_name("no_" + name) for name in names if value_type(name) is bool]
     first = unknown[0].split("=")[0]
     if not first.startswith("-"):
         return f"Unexpected argument {first!r}. Settings are given as flags, such as --model PATH. See --help."

@@ -14,6 +14,7 @@ from serving.config import ConfigError, ServeConfig
 
 CPU_POOL_BYTES = 2**30  # pages on a CPU unless pinned: enough to try things, small enough for a laptop
 MEMORY_FRACTION = 0.9  # of a GPU, for everything, unless --memory-fraction says
+LARGE_GPU_BYTES = 160 * 10**9 * 0.9  # jax reports the share it may use
 WORKSPACE_SHARE = 0.08  # of a GPU's budget, for the programs' temporary memory
 
 
@@ -30,7 +31,8 @@ class Sizes:
         """One line for the log: pools in tokens and requests."""
         tokens = (self.cache_shape.num_pages - 1) * self.page_size
         return (
-            f"pools: {self.cache_shape.num_pages - 1} pages = {tokens} tokens, {self.cache_shape.num_slots - 1} slots; "
+            f"pools: {self.cache_shape.num_pages - 1} pages = {tokens} tokens, {self.cache_shape.num_slots - 1} slots "
+            f"({max(0, self.cache_shape.num_slots - 1 - self.cache_shape.num_rows)} for checkpoints); "
             f"{self.cache_shape.num_rows} requests at once, {self.max_model_len} tokens each at most, "
             f"{self.max_step_tokens} tokens a step"
         )
@@ -43,19 +45,25 @@ def plan_sizes(config: ServeConfig, model_config: K3Config, dtype: Any, parallel
     """
     on_gpu = device.platform == "gpu"
     rows = config.max_num_seqs or (256 if on_gpu else 32)
-    step_tokens = config.max_step_tokens or (8192 if on_gpu else 512)
+    step_tokens = config.max_step_tokens or (_gpu_step_tokens(device) if on_gpu else 512)
     if step_tokens < PAGE_SIZE:
         raise ConfigError(f"--max-step-tokens={step_tokens} is below the chunk grid. Use at least {PAGE_SIZE}.")
-    slots = config.num_slots or rows + 1
     page_bytes, slot_bytes = cache.pool_bytes(model_config, dtype)
+    own_slot_bytes = -(-slot_bytes // parallel.degree)
     longest = min(config.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings)
     if config.max_model_len and config.max_model_len > model_config.max_position_embeddings:
         raise ConfigError(
             f"--max-model-len={config.max_model_len} exceeds the model's limit. "
             f"Use at most {model_config.max_position_embeddings}."
         )
-    pages = config.num_pages or _pages_that_fit(config, device, slots * slot_bytes // parallel.degree, page_bytes)
-    pages = min(pages, rows * _pages_per_row(longest) + 1) if config.num_pages is None else pages
+    running = config.num_slots or rows + 1
+    left = _pool_bytes(config, device) - (running * own_slot_bytes if on_gpu else 0)
+    share = config.checkpoint_share if config.prefix_cache and config.num_slots is None else 0.0
+    pages = config.num_pages or int((1 - share) * left // page_bytes)
+    most = rows * _pages_per_row(longest) + 1
+    pages = min(pages, most) if config.num_pages is None else pages
+    # Pinned or capped pages need no more checkpoints than there are boundaries to keep them at.
+    slots = running + min(int(share * left // own_slot_bytes), pages // 2 if share else 0)
     fits = (pages - 1) * PAGE_SIZE
     if fits < PAGE_SIZE or (config.max_model_len and fits < longest):
         raise ConfigError(
@@ -80,11 +88,16 @@ def _table_width(tokens: int) -> int:
     return -(-_pages_per_row(tokens) // BLOCK_PAGES) * BLOCK_PAGES
 
 
-def _pages_that_fit(config: ServeConfig, device: Any, slot_bytes: int, page_bytes: int) -> int:
+def _gpu_step_tokens(device: Any) -> int:
+    stats = device.memory_stats()
+    return 16384 if stats and stats["bytes_limit"] >= LARGE_GPU_BYTES else 8192
+
+
+def _pool_bytes(config: ServeConfig, device: Any) -> int:
+    """Bytes for pages and slots together."""
     stats = device.memory_stats() if device.platform == "gpu" else None
     if not stats:
         if config.memory_fraction is not None:
             raise ConfigError("--memory-fraction works on a GPU only. On a CPU pin the pool with --num-pages.")
-        return CPU_POOL_BYTES // page_bytes
-    free = stats["bytes_limit"] * (1 - WORKSPACE_SHARE) - stats["bytes_in_use"] - slot_bytes
-    return int(free // page_bytes)
+        return CPU_POOL_BYTES
+    return int(stats["bytes_limit"] * (1 - WORKSPACE_SHARE) - stats["bytes_in_use"])
