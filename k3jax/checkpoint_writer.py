@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from safetensors.numpy import save_file
 
 from k3jax import mxfp4
 from k3jax.config import K3Config
-from k3jax.params import ROOT, STORED_DTYPE, ParamSpec, Source, Tree, abstract, flatten
+from k3jax.params import STORED_DTYPE, ParamSpec, Source, Tree, abstract, flatten
+from k3jax.released_layout import layer_of, stored_shape
 
 GIB = 2**30
 _NUMPY = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32), "U8": np.dtype(np.uint8)}
-_LAYER = re.compile(re.escape(ROOT) + r"layers\.(\d+)\.")
 # What the compressed-tensors format says about weight-only MXFP4 in groups of 32; the patterns name what stays bf16.
-_QUANTIZATION: dict[str, Any] = {
+QUANTIZATION: dict[str, Any] = {
     "config_groups": {
         "group_0": {
             "format": "mxfp4-pack-quantized",
@@ -123,7 +122,7 @@ def released_config(config: K3Config, *, packed: bool) -> dict[str, Any]:
     """`config.json`; with packed experts the text configuration says so in compressed-tensors' words."""
     released = config.to_hf()
     if packed:
-        released["text_config"]["quantization_config"] = _QUANTIZATION
+        released["text_config"]["quantization_config"] = QUANTIZATION
     return released
 
 
@@ -155,8 +154,8 @@ class _Tensor:
     @property
     def place(self) -> float:
         """Layers in order, then what lies outside them; inside a layer the tree's order, since sorting is stable."""
-        layer = _LAYER.match(self.source.name)
-        return int(layer[1]) if layer else math.inf
+        layer = layer_of(self.source.name)
+        return math.inf if layer is None else layer
 
     def of(self, params: Tree) -> np.ndarray:
         """The values, contiguous; padding is zero."""
@@ -170,17 +169,10 @@ class _Tensor:
 
 def _tensors(specs: Mapping[tuple[str, ...], ParamSpec]) -> list[_Tensor]:
     return [
-        _Tensor(path, source, _stored_shape(source), _NUMPY[STORED_DTYPE[spec.kind]])
+        _Tensor(path, source, stored_shape(source), _NUMPY[STORED_DTYPE[spec.kind]])
         for path, spec in specs.items()
         for source in spec.sources()
     ]
-
-
-def _stored_shape(source: Source) -> tuple[int, ...]:
-    """Padded to the released length where the model's own is shorter."""
-    if source.padded_to is None:
-        return source.shape
-    return (max(source.padded_to, source.shape[0]),)
 
 
 def _shards(tensors: Iterable[_Tensor], max_bytes: int) -> list[list[_Tensor]]:

@@ -197,15 +197,13 @@ def _speculators_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 def _mla_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Bidirectional MLA; `num_target_layers` counts the taps; trained on the accumulator."""
     _require(config, {"mla_use_nope": False, "mla_use_output_gate": False, "hidden_act": "silu"})
-    _need(
-        config, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "target_layer_ids"
-    )
+    mla = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    _need(config, *mla)
     taps = _taps(config)
     count = config.get("num_target_layers", len(taps))
     if count != len(taps):
         raise ConfigError(f"num_target_layers={count} must be the number of target_layer_ids, {len(taps)}")
     key_width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    mla = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return _common_fields(config, config) | {
         "attention": "mla",
         "num_key_value_heads": config["num_attention_heads"],

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, Checkpoint, LoadError, open_checkpoint
+from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, PARTIAL_SUFFIX, Checkpoint, LoadError, open_checkpoint
 from k3jax.config import ConfigError, K3Config
 from k3jax.folder_config import FolderConfig, find_problems, read_folder
 from k3jax.loading import expert_format, is_skipped
@@ -25,7 +25,6 @@ from k3jax.params import abstract, flatten
 from k3jax.released_layout import ReleasedTensor, num_shards, shard_header, shard_index, shard_name
 
 COPY_BYTES = 64 * 2**20
-PARTIAL = ".partial"
 _ROUTED = {("moe", "router"), ("moe", "router_bias")}  # their rows are experts
 
 
@@ -59,7 +58,7 @@ def write_subset(
         OSError: the target exists, or the disk has not enough room.
     """
     source, target = Path(source), Path(target)
-    partial = target.with_name(target.name + PARTIAL)
+    partial = target.with_name(target.name + PARTIAL_SUFFIX)
     for path in (target, partial):
         if path.exists():
             raise FileExistsError(f"{path} exists; remove it or name another target")
