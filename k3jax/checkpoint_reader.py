@@ -1,8 +1,8 @@
 """The tensor files of a model folder: where every tensor is, and its bytes on demand.
 
-`open_checkpoint` takes a Hugging Face folder, read here, or an Orbax folder, read by `orbax_store`. Opening reads headers
-only and collects every fault instead of stopping at the first. Headers are parsed here and not by `safetensors`, whose
-errors name neither the file nor how much of it is there. Nothing here knows the model.
+`open_checkpoint` takes a Hugging Face folder, read here, or an Orbax folder, read by `orbax_store`. Opening reads
+headers only and collects every fault instead of stopping at the first. Headers are parsed here and not by
+`safetensors`, whose errors name neither the file nor how much of it is there. Nothing here knows the model.
 """
 
 from __future__ import annotations

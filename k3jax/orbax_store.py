@@ -1,8 +1,8 @@
 """The Orbax folder of a converted checkpoint: its manifest, and its tensors through the interface of `Checkpoint`.
 
 A folder holds one Orbax checkpoint per unit (a layer's dense part, a group of experts, ...) and `manifest.json`, which
-says what must be there. Arrays are Zarr 3 without compression, so a chunk file is the plain bytes of its tensor or block
-of rows and is mapped like a safetensors file. Orbax itself is not imported: reading needs only its files.
+says what must be there. Arrays are Zarr 3 without compression, so a chunk file is the plain bytes of its tensor or of
+a block of rows, and is mapped like a safetensors file. Orbax itself is not imported: reading needs only its files.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Manifest:
             "files": dict(self.files),
             "units": [{"path": u.path, "bytes": u.num_bytes, "leaves": list(u.leaves)} for u in self.units],
         }
-        return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def is_orbax_folder(folder: Path) -> bool:
@@ -166,6 +166,11 @@ def read_manifest(folder: Path) -> Manifest:
     except (KeyError, TypeError, AttributeError, orjson.JSONDecodeError) as error:
         raise ValueError(f"{MANIFEST_FILE} is damaged: {error!r}") from None
     return manifest
+
+
+def leaf_to_json(leaf: Leaf) -> dict[str, Any]:
+    """A leaf as the journal keeps it and `leaf_from_json` reads it."""
+    return dataclasses.asdict(leaf)
 
 
 def leaf_from_json(value: dict[str, Any]) -> Leaf:

@@ -1,0 +1,82 @@
+"""The files of a model folder that are no weights: configuration, tokenizer, code. They are copied as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from k3jax.checkpoint_reader import INDEX_FILE, Checkpoint
+from k3jax.checkpoint_writer import QUANTIZATION
+from k3jax.conversion.recipes import ExpertChoice
+from k3jax.orbax_store import LAYOUT_FOLDER, MANIFEST_FILE, is_orbax_folder, read_manifest
+
+CONFIG_FILE = "config.json"
+_RESERVED = {MANIFEST_FILE, LAYOUT_FOLDER, "layers", "outside", "vision", "projector"}
+
+
+def side_files(checkpoint: Checkpoint) -> list[str]:
+    """Paths inside the folder. Hidden folders (version control, download caches) stay behind."""
+    folder = checkpoint.folder
+    if is_orbax_folder(folder):
+        return sorted(name for name in read_manifest(folder).files if not name.startswith(f"{LAYOUT_FOLDER}/"))
+    weights = {tensor.file for tensor in checkpoint.tensors.values()} | {folder / INDEX_FILE}
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [path for name in names if (path := Path(place) / name) not in weights]
+    return sorted(path.relative_to(folder).as_posix() for path in found if not is_stray_shard(path, folder))
+
+
+def stray_shards(checkpoint: Checkpoint) -> list[str]:
+    """Weight files beside those in use: of another export, or forgotten by the index."""
+    if is_orbax_folder(checkpoint.folder) or checkpoint.lost:
+        return []  # a file that cannot be read is reported as such
+    used = {tensor.file for tensor in checkpoint.tensors.values()}
+    unreadable = {problem.split(" ", 1)[0] for problem in checkpoint.problems.get("files", [])}
+    found = [path for path in checkpoint.folder.iterdir() if is_stray_shard(path, checkpoint.folder)]
+    return sorted(path.name for path in found if path not in used and path.name not in unreadable)
+
+
+def is_stray_shard(path: Path, folder: Path) -> bool:
+    return path.parent == folder and path.name.startswith("model") and path.suffix == ".safetensors"
+
+
+def reserved_names(checkpoint: Checkpoint) -> list[str]:
+    """Side files that would lie where the result has its own."""
+    return [name for name in side_files(checkpoint) if name.split("/")[0] in _RESERVED]
+
+
+def rewritten_config(folder: Path, choice: ExpertChoice) -> bytes:
+    """`config.json` for experts in another format: with or without the description of MXFP4."""
+    config: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    if choice == "bf16":
+        text.pop("quantization_config", None)
+    else:
+        text["quantization_config"] = QUANTIZATION
+    return json.dumps(config, indent=2).encode() + b"\n"
+
+
+def copy_side_files(source: Path, names: list[str], target: Path, written: Mapping[str, bytes]) -> dict[str, str]:
+    """Copy `names`, but `written` as given; SHA-256 of every file by path. All are forced to the disk."""
+    digests = {}
+    for name in dict.fromkeys([*names, *written]):
+        content = written[name] if name in written else (source / name).read_bytes()
+        write_file(target / name, content)
+        digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that is whole on the disk, or not there under its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".new")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
