@@ -71,7 +71,7 @@ class Leaf:
 
     @property
     def num_chunks(self) -> int:
-        return -(-self.shape[0] // self.chunk_rows) if self.shape else 1
+        return math.ceil(math.prod(self.shape[:1]) / self.chunk_rows)  # a scalar is one chunk
 
     def chunk_file(self, folder: Path, chunk: int) -> Path:
         """The file of the chunk's bytes; only the first axis is ever divided."""

@@ -7,10 +7,16 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.convert import inspect, subset  # noqa: E402
+from scripts.convert import inspect, subset, to_hf, to_orbax, verify  # noqa: E402
 
 # Every module has HELP, add_arguments(parser) and run(args) -> exit code.
-COMMANDS: dict[str, ModuleType] = {"inspect": inspect, "subset": subset}
+COMMANDS: dict[str, ModuleType] = {
+    "inspect": inspect,
+    "to-orbax": to_orbax,
+    "to-hf": to_hf,
+    "verify": verify,
+    "subset": subset,
+}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -89,7 +89,7 @@ def _on_host(function, *arrays: np.ndarray):
 
 
 @cache
-def _host() -> jax.Device:
+def _host():
     return jax.local_devices(backend="cpu")[0]
 
 

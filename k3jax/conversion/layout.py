@@ -14,6 +14,7 @@ from typing import Any
 from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, Checkpoint, StoredTensor, header_bytes, parse_header
 from k3jax.conversion.recipes import Output, Recipe
 from k3jax.orbax_store import LAYOUT_FOLDER, is_orbax_folder
+from k3jax.released_layout import shard_header
 
 HEADER_SUFFIX = ".header"
 
@@ -80,12 +81,6 @@ def fit(layout: Layout, recipes: Iterable[Recipe]) -> Layout:
 
 
 def _header(outputs: list[Output], metadata: Any) -> bytes:
-    """Widest dtypes first, so that every tensor is aligned; padded with spaces to eight bytes."""
-    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    end = 0
-    for output in sorted(outputs, key=lambda output: -DTYPES[output.dtype].itemsize):
-        begin, end = end, end + output.num_bytes
-        entries[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    """Widest dtypes first, so that every tensor is aligned."""
+    in_order = sorted(outputs, key=lambda output: -DTYPES[output.dtype].itemsize)
+    return shard_header(((output.name, output.dtype, output.shape) for output in in_order), metadata)
