@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from k3jax import loading
-from k3jax.checkpoint_reader import Checkpoint, LoadError
+from k3jax.checkpoint_reader import Checkpoint
 from k3jax.config import ConfigError, K3Config
 from k3jax.draft_config import DraftConfig, is_draft
 from k3jax.draft_params import for_checkpoint
-from k3jax.params import Tree, abstract
+from k3jax.params import ParamSpec, Tree, abstract
 from k3jax.vision_names import VISION_DTYPE, VisionConfig, projector_shapes, tower_shapes
 
 
@@ -31,7 +31,7 @@ class FolderConfig:
         Raises `ConfigError` for a draft with two tensors of one meaning.
         """
         if isinstance(self.model, DraftConfig):
-            return for_checkpoint(self.model, checkpoint.tensors)
+            return for_checkpoint(self.model, [*checkpoint.tensors, *checkpoint.lost])
         return abstract(self.model, loading.expert_format(checkpoint))
 
 
@@ -54,20 +54,18 @@ def read_folder(path: str | Path, names: Collection[str] = ()) -> FolderConfig:
     return FolderConfig(raw=raw, model=K3Config.from_hf(raw), vision=VisionConfig.from_hf(raw))
 
 
-def find_problems(checkpoint: Checkpoint, folder: FolderConfig) -> dict[str, list[str]]:
-    """Every fault by kind, from headers alone; empty when there is none.
+def find_problems(
+    checkpoint: Checkpoint, folder: FolderConfig, accepts: Callable[[ParamSpec, str], bool] | None = None
+) -> dict[str, list[str]]:
+    """Every fault by kind, from headers alone; empty when there is none. `accepts(spec, dtype)` adds stored dtypes.
 
-    Beyond `loading.check` the vision part is held against its configuration. Where there is none, its tensors are
-    carried unchecked. Raises `ConfigError` as `FolderConfig.tree` does.
+    Beyond `loading.find_problems` the vision part is held against its configuration. Where there is none, its tensors
+    are carried unchecked. Raises `ConfigError` as `FolderConfig.tree` does.
     """
-    problems: dict[str, list[str]] = {}
-    try:
-        loading.check(checkpoint, folder.tree(checkpoint))
-    except LoadError as error:
-        problems = dict(error.problems)
+    problems = loading.find_problems(checkpoint, folder.tree(checkpoint), accepts)
     if folder.vision is not None:
         _check_vision(checkpoint, folder.vision, problems)
-    return problems
+    return {kind: found for kind, found in problems.items() if found}
 
 
 def _check_vision(checkpoint: Checkpoint, vision: VisionConfig, problems: dict[str, list[str]]) -> None:
@@ -76,12 +74,10 @@ def _check_vision(checkpoint: Checkpoint, vision: VisionConfig, problems: dict[s
         stored = checkpoint.tensors.get(name)
         if stored is None:
             if name not in checkpoint.lost:
-                problems.setdefault("missing tensors", []).append(name)
+                problems["missing tensors"].append(name)
             continue
         if stored.shape != shape:
-            problems.setdefault("wrong shapes", []).append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
+            problems["wrong shapes"].append(f"{name} is {list(stored.shape)}, expected {list(shape)}")
         if stored.dtype != VISION_DTYPE:
-            problems.setdefault("wrong dtypes", []).append(f"{name} is {stored.dtype}, expected {VISION_DTYPE}")
-    unknown = [name for name in checkpoint.tensors if loading.is_skipped(name) and name not in wanted]
-    if unknown:
-        problems.setdefault("unknown tensors", []).extend(unknown)
+            problems["wrong dtypes"].append(f"{name} is {stored.dtype}, expected {VISION_DTYPE}")
+    problems["unknown tensors"] += [n for n in checkpoint.tensors if loading.is_skipped(n) and n not in wanted]

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from k3jax.checkpoint_reader import DTYPES
 from k3jax.config import K3Config
@@ -83,9 +83,10 @@ def shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:06d}.safetensors"
 
 
-def shard_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+def shard_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Any = None) -> bytes:
     """The first bytes of a shard that holds these (name, dtype, shape) one after the other, length field included."""
-    header, end = {}, 0
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}

@@ -19,6 +19,7 @@ import numpy as np
 
 from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, PARTIAL_SUFFIX, Checkpoint, LoadError, open_checkpoint
 from k3jax.config import ConfigError, K3Config
+from k3jax.conversion import side_files
 from k3jax.folder_config import FolderConfig, find_problems, read_folder
 from k3jax.loading import expert_format, is_skipped
 from k3jax.params import abstract, flatten
@@ -71,7 +72,7 @@ def write_subset(
         raise LoadError(source, problems)
     raw, notes = cut_config(folder, num_layers, num_experts)
     config = K3Config.from_hf(raw)
-    tensors = subset_tensors(checkpoint, config)
+    tensors, names = subset_tensors(checkpoint, config), side_files.side_files(checkpoint)
     needed = sum(tensor.num_bytes for tensor in tensors)
     target.parent.mkdir(parents=True, exist_ok=True)
     free = free_bytes(target.parent)
@@ -80,9 +81,8 @@ def write_subset(
     partial.mkdir()
     try:
         _write(checkpoint, tensors, partial)
-        for path in _side_files(source):
-            shutil.copy2(path, partial / path.name)
-        (partial / "config.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        config_json = json.dumps(raw, indent=1).encode() + b"\n"
+        side_files.copy_side_files(source, names, partial, {side_files.CONFIG_FILE: config_json})
         partial.rename(target)
     except BaseException:  # Ctrl-C too: nothing half-written stays
         shutil.rmtree(partial)
@@ -165,13 +165,3 @@ def _blocks(checkpoint: Checkpoint, tensor: ReleasedTensor) -> Iterator[memoryvi
         box = (slice(start, min(start + step, rows)),) if tensor.shape else ()
         block = np.ascontiguousarray(checkpoint.read(tensor.name, box))
         yield memoryview(block.reshape(-1).view(np.uint8))
-
-
-def _side_files(source: Path) -> list[Path]:
-    """Files beside the weights that belong to the model."""
-    weights = {INDEX_FILE, "config.json", "manifest.json"}
-    return [
-        path
-        for path in sorted(source.iterdir())
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in weights
-    ]
