@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from collections.abc import Callable
 
-from serving.core.budget import CHUNK_GRID
+from serving.core.policy import SchedulerPolicy
 from serving.core.scheduler import Scheduler
 from serving.core.seam import DeviceFailure, Executor, StepRejected
 from serving.core.stats import EngineStats
@@ -27,10 +28,10 @@ class StepLoop:
         *,
         clock: Callable[[], float],
         seed: int | None = None,
-        chunk_grid: int = CHUNK_GRID,
+        policy: SchedulerPolicy | None = None,
     ) -> None:
         self._executor = executor
-        self._scheduler = Scheduler(executor.limits, chunk_grid=chunk_grid)
+        self._scheduler = Scheduler(executor.limits, policy=policy, clock=clock)
         self._clock = clock
         self._random = random.Random(seed)
         self._is_recovering = False
@@ -91,18 +92,8 @@ class StepLoop:
 
     def stats(self) -> EngineStats:
         """Count everything as of now."""
-        scheduler = self._scheduler
-        return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            pages_used=scheduler.pages.num_used,
-            pages_total=scheduler.pages.capacity,
-            slots_used=scheduler.slots.num_used,
-            slots_total=scheduler.slots.capacity,
-            steps_total=scheduler.num_steps,
-            prompt_tokens_total=scheduler.num_prompt_tokens,
-            generation_tokens_total=scheduler.num_generated_tokens,
-            preemptions_total=scheduler.num_preemptions,
+        return dataclasses.replace(
+            self._scheduler.stats(),
             device_failures_total=self._num_device_failures,
             step_seconds=dict(self._seconds),
         )

@@ -4,95 +4,119 @@ from __future__ import annotations
 
 import dataclasses
 
+from serving.core.budget import StepBudget
+from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest
-from serving.core.types import PageAppend, PrefillChunk, RowAdmission, StepPlan
+from serving.core.types import PageAppend, PrefillChunk, RowAdmission, SlotCopy, StateExport, StepPlan
+
+_NEUTRAL_PENALTIES = (0.0, 0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftChunk:
+    """Tokens of a prompt that the step writes, and the slot for the state that it exports (0: none)."""
+
+    request: LiveRequest
+    start: int
+    end: int
+    export: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftCopy:
+    """A row's state kept by a slot copy: the checkpoint of `node` once the step is dispatched."""
+
+    request: LiveRequest
+    node: PrefixNode
+    slot: int
+    is_decode: bool
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PlanDraft:
-    """What the step holds so far and how many tokens it may still take."""
+    """What the step holds so far and what it may still take."""
 
-    budget: int
+    budget: StepBudget
     is_short_of_pages: bool = False  # somebody running was preempted or stalled: admit nobody
+    has_preempted: bool = False
     admitted: list[LiveRequest] = dataclasses.field(default_factory=list)
     decodes: list[LiveRequest] = dataclasses.field(default_factory=list)
-    chunks: list[tuple[LiveRequest, int, int]] = dataclasses.field(default_factory=list)  # request, start, end
+    chunks: list[DraftChunk] = dataclasses.field(default_factory=list)
     pages: list[tuple[LiveRequest, int, int]] = dataclasses.field(default_factory=list)  # request, index, page
+    slot_copies: list[SlotCopy] = dataclasses.field(default_factory=list)
+    kept: list[DraftCopy] = dataclasses.field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether no row does anything yet."""
         return not self.decodes and not self.chunks
 
-    def add_pages(self, request: LiveRequest, pages: tuple[int, ...]) -> None:
+    def add_pages(self, request: LiveRequest, pages: tuple[int, ...] | list[int]) -> None:
         """Append `pages` to the page table of `request`."""
-        self.pages.extend((request, len(request.pages) + offset, page) for offset, page in enumerate(pages))
+        first = len(request.pages)
+        self.pages.extend((request, first + offset, page) for offset, page in enumerate(pages))
         request.pages.extend(pages)
 
-    def add_decode(self, request: LiveRequest) -> None:
-        """Let `request` write its last token and sample the next."""
-        self.decodes.append(request)
-        request.num_written += 1
-        self.budget -= 1
-
-    def add_chunk(self, request: LiveRequest, end: int) -> None:
-        """Let `request` write its tokens up to position `end`."""
-        self.chunks.append((request, request.num_written, end))
-        self.budget -= end - request.num_written
-        request.num_written = end
+    def add_chunk(self, chunk: DraftChunk) -> None:
+        """Let a request write its tokens up to the chunk's end."""
+        self.chunks.append(chunk)
+        self.budget.charge(chunk.end - chunk.start)
+        chunk.request.num_written = chunk.end
 
     def drop(self, request: LiveRequest) -> None:
         """Forget a request that is preempted for an older one. It may already be in this step, as a decode."""
         if request in self.decodes:
             self.decodes.remove(request)
-            self.budget += 1
+            self.budget.refund(1)
+            request.num_written -= 1
         self.pages = [entry for entry in self.pages if entry[0] is not request]
-        self.is_short_of_pages = True
+        self.is_short_of_pages = self.has_preempted = True
 
     def build(self, step: int, released: tuple[int, ...]) -> StepPlan:
         """Freeze the draft."""
         return StepPlan(
             step=step,
+            slot_copies=tuple(self.slot_copies),
             released=released,
-            admitted=tuple(_admission(request) for request in self.admitted),
-            pages=tuple(PageAppend(row=_row(request), index=i, page=page) for request, i, page in self.pages),
-            decode_rows=tuple(_row(request) for request in self.decodes),
-            chunks=tuple(
-                PrefillChunk(
-                    row=_row(request),
-                    start=start,
-                    token_ids=tuple(request.tokens[start:end]),
-                    is_last=end == request.prefill_target,
-                )
-                for request, start, end in self.chunks
-            ),
+            admitted=tuple([_admission(request) for request in self.admitted]),
+            pages=tuple([PageAppend(row_of(request), index, page) for request, index, page in self.pages]),
+            decode_rows=tuple([request.row for request in self.decodes]),  # pyright: ignore[reportArgumentType]
+            chunks=tuple([_chunk(chunk) for chunk in self.chunks]),
         )
 
-    @property
-    def sampled(self) -> list[LiveRequest]:
-        """The requests that a result row comes back for, in plan order."""
-        return [*self.decodes, *(request for request, _, end in self.chunks if end == request.prefill_target)]
 
-    @property
-    def members(self) -> list[LiveRequest]:
-        """The requests that the step works on."""
-        return [*self.decodes, *(request for request, _, _ in self.chunks)]
-
-
-def _row(request: LiveRequest) -> int:
+def row_of(request: LiveRequest) -> int:
+    """The row that `request` owns."""
     if request.row is None:
-        raise AssertionError(f"request {request.request.request_id} is in a plan without a row")
+        raise AssertionError(f"request {request.request_id} is in a plan without a row")
     return request.row
+
+
+def _chunk(chunk: DraftChunk) -> PrefillChunk:
+    request = chunk.request
+    return PrefillChunk(
+        row=row_of(request),
+        start=chunk.start,
+        token_ids=tuple(request.tokens[chunk.start : chunk.end]),
+        is_last=chunk.end == request.prefill_target,
+        export=StateExport(position=chunk.export, slot=chunk.slot) if chunk.slot else None,
+    )
 
 
 def _admission(request: LiveRequest) -> RowAdmission:
     if request.slot is None:
-        raise AssertionError(f"request {request.request.request_id} is admitted without a slot")
+        raise AssertionError(f"request {request.request_id} is admitted without a slot")
+    sampling = request.request.sampling
+    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+    num_cached = request.num_resumed
     return RowAdmission(
-        row=_row(request),
+        row=row_of(request),
         slot=request.slot,
-        sampling=request.request.sampling,
+        sampling=sampling,
         seed=request.seed,
         stop_token_ids=request.request.stop_token_ids,
         num_prompt_tokens=request.num_prompt,
+        num_cached=num_cached,
+        cached_token_ids=tuple(request.tokens[:num_cached]) if penalties != _NEUTRAL_PENALTIES else (),
     )

@@ -53,3 +53,24 @@ class IdPool:
                 raise AssertionError(f"{self.name}: id {freed} is not owned; {self.num_used} of {self.capacity} are")
             self._is_owned[freed] = 0
             self._free.append(freed)
+
+    def reset(self) -> None:
+        """Take every id back, whoever owns it."""
+        size = len(self._is_owned)
+        self._free = list(range(size - 1, self._first - 1, -1))
+        self._is_owned = bytearray(size)
+
+    def check(self, owned: Iterable[int]) -> None:
+        """Raise `AssertionError` unless `owned` names every owned id exactly once."""
+        expected = sorted(owned)
+        actual = [taken for taken in range(len(self._is_owned)) if self._is_owned[taken]]
+        if expected != actual:
+            doubled = sorted({taken for taken in expected if expected.count(taken) > 1})
+            lost = sorted(set(actual) - set(expected))
+            stray = sorted(set(expected) - set(actual))
+            raise AssertionError(
+                f"{self.name}: ids {doubled} have two owners, {lost} have none, {stray} are free and owned"
+            )
+        free = sorted(self._free)
+        if free != sorted(set(range(self._first, len(self._is_owned))) - set(actual)):
+            raise AssertionError(f"{self.name}: the free list {free} is not what {actual} leave")

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
+from serving.core.hashing import page_digest
+from serving.core.prefix_node import PrefixNode
 from serving.core.types import FinishReason, GenerationRequest
+
+
+class Phase(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()  # in the queue; it may hold what a load brought
+    LOADING = enum.auto()  # its prefix is on the way from the state store
+    PREFILL = enum.auto()  # owns a row, the last chunk is not dispatched
+    DECODE = enum.auto()  # owns a row, one token a step
+    LAST = enum.auto()  # owns a row until its last token, already dispatched, is known
+    ENDED = enum.auto()
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -12,47 +26,74 @@ class LiveRequest:
     """One request and what it owns on the device. Only the scheduler changes it.
 
     `num_written` counts the positions dispatched to the device, not those whose result was read: a plan can follow
-    another one before its result is known.
+    another one before its result is known. The first pages of the table belong to the prefix cache as far as `node`
+    (and the nodes before it) names them; all others are the request's alone.
     """
 
     request: GenerationRequest
+    request_id: str
     seed: int
     arrival: int  # rises by one a request; a preempted request keeps it, and so returns to the front
+    arrived_s: float
+    key: tuple[int, int]  # order of service: the smallest runs first, the largest is preempted first
     tokens: list[int]  # prompt, then everything generated
+    num_prompt: int
+    end_at: int  # positions written when the last token is sampled
+    stop_token_ids: frozenset[int]
+    wants_logprobs: bool
+    root: PrefixNode
+    node: PrefixNode  # deepest page of its sequence in the prefix cache that the request holds
+    digests: list[bytes] = dataclasses.field(default_factory=list)  # of the sequence's full pages, as far as needed
+    phase: Phase = Phase.WAITING
     row: int | None = None
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_written: int = 0
     prefill_target: int = 0  # tokens known at admission; decoding starts there
+    pause_at: int = 0  # a decode that has written so much needs more than its next token: a page, a checkpoint, an end
+    boundaries: list[int] = dataclasses.field(default_factory=list)  # where this prompt leaves checkpoints, ascending
+    kept: PrefixNode | None = None  # node of the one checkpoint that its decoding left
+    published: list[PrefixNode] = dataclasses.field(default_factory=list)  # pages that it entered into the cache
+    checkpointed: list[PrefixNode] = dataclasses.field(default_factory=list)  # where it left checkpoints
+    resumed_by: int = -1  # arrival of the request that computed the checkpoint that this life started from
+    num_turns: int = 0  # steps of this prefill so far
+    num_solo: int = 0  # steps that it would take alone
     num_admissions: int = 0  # tells a result of an earlier life from one of this life
     num_device_failures: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Order of service: the smallest runs first, the largest is preempted first."""
-        return self.request.priority, self.arrival
-
-    @property
-    def num_prompt(self) -> int:
-        """Prompt length; a preemption does not change it."""
-        return len(self.request.prompt_token_ids)
+    has_good_result: bool = False  # in this life: then nothing it has read was NaN
+    has_reported: bool = False
+    queued_s: float | None = None  # from arrival to the first admission
+    num_resumed: int = 0  # positions that this life started with
+    num_cached: int = 0  # prompt tokens found in the cache at the first admission
+    num_loaded: int = 0  # positions that a load has brought into pages and slot, for the next admission
+    num_loads: int = 0
+    refused_at: tuple[int, int] | None = None  # free memory when an admission failed last
 
     @property
     def num_generated(self) -> int:
         """Tokens returned so far."""
         return len(self.tokens) - self.num_prompt
 
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the last chunk was dispatched."""
-        return self.num_written >= self.prefill_target
+    def digest(self, page: int, page_size: int) -> bytes:
+        """Digest of the sequence up to the end of full page `page`."""
+        digests = self.digests
+        while len(digests) <= page:
+            start = len(digests) * page_size
+            parent = digests[-1] if digests else self.root.digest
+            digests.append(page_digest(parent, self.tokens[start : start + page_size]))
+        return digests[page]
 
     def accept(self, token_ids: tuple[int, ...]) -> tuple[int, FinishReason | None]:
         """Append new tokens up to the one that ends the request; return how many were taken and why it ended."""
         for taken, token in enumerate(token_ids, start=1):
             self.tokens.append(token)
-            if token in self.request.stop_token_ids:
+            if token in self.stop_token_ids:
                 return taken, FinishReason.STOP
             if self.num_generated >= self.request.max_tokens:
                 return taken, FinishReason.LENGTH
         return len(token_ids), None
+
+
+def request_key(request: LiveRequest) -> tuple[int, int]:
+    """Sort key: order of service."""
+    return request.key

@@ -1,20 +1,30 @@
-"""Decides what every step does: first come, first served, over rows, state slots and cache pages.
+"""Decides what every step does, over rows, state slots and cache pages.
 
-A step holds the running decodes first, oldest first, then the prompts, oldest first, cut on the chunk grid. Pages are
-taken as a sequence grows; when an older request finds none, the youngest running one gives its own back and recomputes
-later. The scheduler sees ids and counts only: no device, no clock, no threads.
+A step holds the running decodes first (`serving.core.decode`), then the prompts (`serving.core.prefill`), which may
+start from a cached prefix (`serving.core.admission`, `serving.core.prefix_cache`). Pages are taken as a sequence grows
+(`serving.core.growth`). What a step writes can be found by later ones (`serving.core.publishing`). Plans may be made
+before the result of the one before is applied. The scheduler sees ids and counts only: no device, no threads.
 """
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
-from collections import deque
+import time
+from collections.abc import Callable
 
-from serving.core.budget import CHUNK_GRID, chunk_end
+from serving.core.budget import StepBudget
+from serving.core.decode import plan_decodes
+from serving.core.growth import preempt
+from serving.core.hashing import root_digest
+from serving.core.integrity import check_integrity
 from serving.core.plan_draft import PlanDraft
+from serving.core.policy import SchedulerPolicy
 from serving.core.pools import IdPool
-from serving.core.request import LiveRequest
+from serving.core.prefill import plan_prefills
+from serving.core.prefix_node import PrefixNode
+from serving.core.publishing import commit, commit_all, leave, withdraw
+from serving.core.request import LiveRequest, Phase
+from serving.core.state import Dispatched, SchedulerState
+from serving.core.stats import EngineStats
 from serving.core.types import (
     ExecutorLimits,
     FinishReason,
@@ -23,277 +33,321 @@ from serving.core.types import (
     RowResult,
     StepPlan,
     StepResult,
+    Transfer,
 )
 from serving.core.validation import num_positions_needed, refuse
 
 _MAX_DEVICE_FAILURES = 2
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Dispatched:
-    """A plan whose result was not read yet. A request is in its result only if it still has the same admission."""
-
-    plan: StepPlan
-    members: list[LiveRequest]
-    sampled: list[tuple[LiveRequest, int]]  # request, admission
-
-
 class Scheduler:
-    """Call `plan`, run it, `apply` its result, repeat. `reject` and `lose_device` replace `apply` when a step fails."""
+    """Call `plan`, run it, `apply` its result, repeat. `reject` and `lose_device` replace `apply` when a step fails.
 
-    def __init__(self, limits: ExecutorLimits, *, chunk_grid: int = CHUNK_GRID) -> None:
+    `clock` only measures how long requests wait for their first step.
+    """
+
+    def __init__(
+        self,
+        limits: ExecutorLimits,
+        *,
+        policy: SchedulerPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        policy = policy or SchedulerPolicy()
+        if policy.block % limits.page_size:
+            raise ValueError(
+                f"block={policy.block} is not a multiple of the page size {limits.page_size}. Use the page size."
+            )
         self.limits = limits
-        self.rows = IdPool("rows", limits.num_rows)
-        self.slots = IdPool("slots", limits.num_slots, first=1)
-        self.pages = IdPool("pages", limits.num_pages, first=1)
-        self.num_steps = 0
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-        self._chunk_grid = chunk_grid
-        self._live: dict[str, LiveRequest] = {}
-        self._waiting: list[LiveRequest] = []  # by key
-        self._running: list[LiveRequest] = []  # by key
-        self._released: list[int] = []  # rows to take from the device with the next plan
-        self._in_flight: deque[_Dispatched] = deque()
+        self.policy = policy
+        self._full_budget = StepBudget(limits, policy).room
+        self._state = SchedulerState(limits, policy, clock)
         self._num_arrivals = 0
+
+    @property
+    def rows(self) -> IdPool:
+        """Rows of the device."""
+        return self._state.rows
+
+    @property
+    def slots(self) -> IdPool:
+        """State slots: those of running requests and those of checkpoints."""
+        return self._state.cache.slots
+
+    @property
+    def pages(self) -> IdPool:
+        """Cache pages: those that requests read and those that are only kept."""
+        return self._state.cache.pages
+
+    @property
+    def num_steps(self) -> int:
+        """Plans made."""
+        return self._state.counts.steps
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests sent back to the queue."""
+        return self._state.counts.preemptions
 
     @property
     def num_running(self) -> int:
         """Requests that own a row."""
-        return len(self._running)
+        return len(self._state.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that own nothing."""
-        return len(self._waiting)
+        """Requests that own no row."""
+        return len(self._state.live) - len(self._state.running)
 
     @property
     def has_requests(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._live)
+        return bool(self._state.live)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose result was not applied."""
+        return len(self._state.in_flight)
 
     def add(self, request: GenerationRequest, *, seed: int) -> OutputDelta | None:
         """Queue `request`, or return its error when it can never run."""
-        if request.request_id in self._live:
+        state = self._state
+        if request.request_id in state.live:
             raise AssertionError(f"request {request.request_id} is live already")
         refusal = refuse(request, self.limits)
         if refusal is not None:
-            return OutputDelta(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=refusal.message)
+            return OutputDelta(request.request_id, finish_reason=FinishReason.ERROR, error=refusal.message)
+        root = PrefixNode(root_digest(self.limits.identity, request.cache_salt), None, 0, 0)
         live = LiveRequest(
-            request=request, seed=seed, arrival=self._num_arrivals, tokens=list(request.prompt_token_ids)
+            request=request,
+            request_id=request.request_id,
+            seed=seed,
+            arrival=self._num_arrivals,
+            arrived_s=state.clock(),
+            key=(request.priority, self._num_arrivals),
+            tokens=list(request.prompt_token_ids),
+            num_prompt=len(request.prompt_token_ids),
+            end_at=num_positions_needed(request),
+            stop_token_ids=frozenset(request.stop_token_ids),
+            wants_logprobs=request.sampling.logprobs is not None,
+            root=root,
+            node=root,
         )
         self._num_arrivals += 1
-        self._live[request.request_id] = live
-        bisect.insort(self._waiting, live, key=_key)
+        state.live[request.request_id] = live
+        state.enqueue(live)
         return None
 
     def abort(self, request_id: str) -> OutputDelta | None:
         """End a request in whatever phase it is; None when it has ended already."""
-        live = self._live.get(request_id)
+        live = self._state.live.get(request_id)
         return None if live is None else self._end(live, FinishReason.ABORT)
 
     def end_all(self, error: str) -> list[OutputDelta]:
         """End every request with `error`."""
-        return [self._end(live, FinishReason.ERROR, error) for live in list(self._live.values())]
+        return [self._end(live, FinishReason.ERROR, error) for live in list(self._state.live.values())]
 
     def plan(self) -> StepPlan | None:
-        """Return the next step, or None when no request can move."""
-        draft = PlanDraft(budget=self.limits.max_step_tokens)
-        self._plan_decodes(draft)
-        self._plan_prefills(draft)
+        """Return the next step, or None when no request can move (before the results in flight are applied)."""
+        state = self._state
+        commit_all(state)
+        draft = self._draft()
+        while draft.is_empty and draft.has_preempted:
+            draft = self._draft()  # somebody gave up pages to one that still cannot move; others can take them
         if draft.is_empty:
             return None
-        plan = draft.build(self.num_steps, tuple(self._released))
-        self._released.clear()
-        self.num_steps += 1
-        sampled = [(request, request.num_admissions) for request in draft.sampled]
-        self._in_flight.append(_Dispatched(plan=plan, members=draft.members, sampled=sampled))
+        plan = draft.build(state.counts.steps, tuple(state.released))
+        state.released.clear()
+        state.counts.steps += 1
+        last = [chunk for chunk in plan.chunks if chunk.is_last]
+        finished = [chunk.request for chunk in draft.chunks if chunk.end == chunk.request.prefill_target]
+        state.in_flight.append(
+            Dispatched(
+                plan=plan,
+                sampled=[*draft.decodes, *finished],
+                rows=[*plan.decode_rows, *[chunk.row for chunk in last]],
+                chunks=draft.chunks,
+                kept=draft.kept,
+                decodes=draft.decodes,
+            )
+        )
         return plan
 
     def apply(self, result: StepResult) -> list[OutputDelta]:
         """Take the result of the oldest plan in flight and return what each request produced."""
-        dispatched = self._in_flight.popleft()
-        plan = dispatched.plan
-        expected = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks if chunk.is_last)]
-        if result.step != plan.step or [row.row for row in result.rows] != expected:
-            raise AssertionError(f"step {plan.step} with rows {expected} got the result {result}")
-        return [
-            self._accept(request, row)
-            for (request, admission), row in zip(dispatched.sampled, result.rows, strict=True)
-            if request.row is not None and request.num_admissions == admission
-        ]
+        state = self._state
+        dispatched = state.in_flight.popleft()
+        commit(state, dispatched)
+        if result.step != dispatched.plan.step or [row.row for row in result.rows] != dispatched.rows:
+            raise AssertionError(f"step {dispatched.plan.step} with rows {dispatched.rows} got the result {result}")
+        deltas: list[OutputDelta] = []
+        stale = dispatched.stale
+        for request, row in zip(dispatched.sampled, result.rows, strict=True):
+            if request.phase is Phase.ENDED or (stale and request in stale):
+                continue
+            token_ids = row.token_ids
+            tokens = request.tokens
+            if (
+                len(token_ids) == 1
+                and request.has_good_result
+                and not request.wants_logprobs
+                and not row.is_nan
+                and len(tokens) < request.end_at
+                and token_ids[0] not in request.stop_token_ids
+            ):
+                # The common case in one piece: it runs for every row of every step.
+                tokens.append(token_ids[0])
+                state.counts.generated_tokens += 1
+                deltas.append(OutputDelta(request.request_id, token_ids))
+            elif row.is_nan:
+                deltas.append(self._end_nan(request))
+            else:
+                deltas.append(self._accept(request, row))
+        return deltas
 
     def reject(self, error: str) -> list[OutputDelta]:
         """Undo the newest plan, which the device never saw, and end its requests."""
-        dispatched = self._in_flight.pop()
+        state = self._state
+        dispatched = state.in_flight.pop()
+        withdraw(state, dispatched)
         unknown_to_device = {admission.row for admission in dispatched.plan.admitted}
         deltas = []
-        for request in dispatched.members:
+        for request in [*dispatched.decodes, *[chunk.request for chunk in dispatched.chunks]]:
+            if request.phase is Phase.ENDED:
+                continue  # aborted since
             if request.row in unknown_to_device:
-                self._take_back(request)
+                state.take_back(request, is_on_device=False)
             deltas.append(self._end(request, FinishReason.ERROR, error))
-        self._released.extend(dispatched.plan.released)
+        state.released.extend(dispatched.plan.released)
         return deltas
 
     def lose_device(self, error: str) -> list[OutputDelta]:
         """Forget all device state after a reset: running requests go back to the queue, twice hit ones end."""
-        self._in_flight.clear()
+        state = self._state
+        state.in_flight.clear()
+        state.cache.lose_device()
+        state.rows.reset()
         deltas = []
-        for request in list(self._running):
-            self._take_back(request)
+        running = list(state.running)
+        for group in (state.running, state.prefilling, state.decoding):
+            group.clear()
+        for request in running:
+            request.row = request.slot = request.kept = None
+            request.pages, request.node = [], request.root
+            request.published, request.checkpointed, request.boundaries = [], [], []
+            request.num_written = request.pause_at = 0
             request.num_device_failures += 1
+            state.enqueue(request)
             if request.num_device_failures >= _MAX_DEVICE_FAILURES:
                 deltas.append(self._end(request, FinishReason.ERROR, error))
-            else:
-                bisect.insort(self._waiting, request, key=_key)
-        self._released.clear()
+        state.released.clear()
         return deltas
 
-    def _plan_decodes(self, draft: PlanDraft) -> None:
-        for request in [request for request in self._running if request.is_prefilled]:
-            if draft.budget == 0:
-                return
-            # Without a row it was preempted for an older one, earlier in this loop.
-            if request.row is not None and self._cover(request, request.num_written + 1, draft):
-                draft.add_decode(request)
-
-    def _plan_prefills(self, draft: PlanDraft) -> None:
-        started = deque(request for request in self._running if not request.is_prefilled)
-        can_admit = True
-        while draft.budget > 0:
-            while started and started[0].row is None:
-                started.popleft()
-            if can_admit and self._waiting and not (started and started[0].key < self._waiting[0].key):
-                if not self._admit(self._waiting[0], draft):
-                    # Those who run go on even when a more urgent one waits: it may wait for what they hold.
-                    can_admit = False
-                    continue
-                request = self._waiting.pop(0)
-            elif started:
-                request = started.popleft()
-                end = self._chunk_end(request, draft)
-                if end == request.num_written or not self._cover(request, end, draft):
-                    return
-                draft.add_chunk(request, end)
-            else:
-                return
-            if not request.is_prefilled:
-                return  # strictly in order: nobody overtakes a prompt that is cut
-
-    def _admit(self, request: LiveRequest, draft: PlanDraft) -> bool:
-        """Give `request` a row, a slot and the pages of its first chunk, or nothing."""
-        request.prefill_target = len(request.tokens)
-        end = self._chunk_end(request, draft)
-        # All of the known sequence and its first decode step must fit, though only the chunk's pages are taken now:
-        # a request admitted into less would soon be preempted.
-        num_positions = min(len(request.tokens) + 1, num_positions_needed(request.request))
-        if (
-            end == 0
-            or draft.is_short_of_pages
-            or not self.rows.num_free
-            or not self.slots.num_free
-            or self.pages.num_free < self._num_pages(num_positions)
-        ):
-            return False
-        (request.row,) = self._take(self.rows, 1)
-        (request.slot,) = self._take(self.slots, 1)
-        draft.add_pages(request, self._take(self.pages, self._num_pages(end)))
-        request.num_admissions += 1
-        draft.admitted.append(request)
-        draft.add_chunk(request, end)
-        bisect.insort(self._running, request, key=_key)
-        return True
-
-    def _chunk_end(self, request: LiveRequest, draft: PlanDraft) -> int:
-        return chunk_end(
-            start=request.num_written,
-            target=request.prefill_target,
-            budget=draft.budget,
-            grid=self._chunk_grid,
-            may_leave_grid=draft.is_empty,
+    def stats(self) -> EngineStats:
+        """Count everything as of now, except what only the loop around it knows."""
+        state = self._state
+        cache, counts = state.cache, state.counts
+        return EngineStats(
+            num_running=len(state.running),
+            num_waiting=self.num_waiting,
+            pages_used=cache.pages.num_used - cache.num_idle_pages,
+            pages_total=cache.pages.capacity,
+            slots_used=len(state.running),
+            slots_total=cache.slots.capacity,
+            pages_cached=cache.num_cached_pages,
+            checkpoints_held=cache.num_checkpoints,
+            steps_total=counts.steps,
+            prompt_tokens_total=counts.prompt_tokens,
+            generation_tokens_total=counts.generated_tokens,
+            preemptions_total=counts.preemptions,
+            parks_total=counts.parks,
+            prefix_query_tokens_total=counts.prefix_queried,
+            prefix_hit_tokens_total=counts.prefix_hit,
+            prefix_host_hit_tokens_total=counts.prefix_hit_host,
+            prefix_missed_page_tokens_total=counts.missed_page,
+            prefix_missed_checkpoint_tokens_total=counts.missed_checkpoint,
+            prefix_missed_both_tokens_total=counts.missed_both,
+            pages_evicted_total=cache.num_evicted_pages,
+            checkpoints_evicted_total=cache.num_evicted_checkpoints,
+            host_stores_total=counts.stores,
+            host_loads_total=counts.loads,
+            host_failures_total=counts.failed_transfers,
         )
 
-    def _cover(self, request: LiveRequest, num_positions: int, draft: PlanDraft) -> bool:
-        """Give a running request pages for `num_positions`, preempting younger ones; False means it must wait.
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep what they read."""
+        self._state.cache.reset()
 
-        The youngest keeps what it has and waits: older ones finish, or preempt it when they need its pages.
-        """
-        missing = self._num_pages(num_positions) - len(request.pages)
-        if missing <= 0:
-            return True
-        while (pages := self.pages.allocate(missing)) is None:
-            victim = self._running[-1]
-            draft.is_short_of_pages = True
-            if victim is request:
-                return False
-            self._preempt(victim)
-            draft.drop(victim)
-        draft.add_pages(request, pages)
-        return True
+    def transfers_to_start(self) -> tuple[Transfer, ...]:
+        """Take the transfers that are due; hand them to the executor before the plan made last."""
+        return self._state.take_transfers()
 
-    def _preempt(self, request: LiveRequest) -> None:
-        self._release(request)
-        self.num_preemptions += 1
-        bisect.insort(self._waiting, request, key=_key)
+    def keys_to_forget(self) -> tuple[bytes, ...]:
+        """Take the keys that the state store is to drop; hand them over before the transfers."""
+        return self._state.take_forgotten()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every page, slot and row is free or owned exactly once."""
+        check_integrity(self._state)
+
+    def _draft(self) -> PlanDraft:
+        state = self._state
+        draft = PlanDraft(budget=StepBudget(self.limits, self.policy))
+        plan_decodes(state, draft)
+        plan_prefills(state, draft, full_budget=self._full_budget)
+        if draft.is_empty:
+            state.cache.slots.release([copy.slot for copy in draft.kept])
+        return draft
 
     def _accept(self, request: LiveRequest, result: RowResult) -> OutputDelta:
-        if result.is_nan:
-            return self._end(request, FinishReason.ERROR, "The model produced NaN for this request.")
-        wants_logprobs = request.request.sampling.logprobs is not None
+        state = self._state
+        wants_logprobs = request.wants_logprobs
         if not result.token_ids or (wants_logprobs and len(result.logprobs) != len(result.token_ids)):
-            raise AssertionError(f"request {request.request.request_id} got the result {result}")
+            raise AssertionError(f"request {request.request_id} got the result {result}")
         if request.num_generated == 0:
-            self.num_prompt_tokens += request.num_prompt
+            state.counts.prompt_tokens += request.num_prompt
+        request.has_good_result = True
         num_taken, reason = request.accept(result.token_ids)
-        self.num_generated_tokens += num_taken
+        state.counts.generated_tokens += num_taken
+        is_first, request.has_reported = not request.has_reported, True
         if reason is not None:
+            if request.row is not None:
+                leave(state, request)
             self._forget(request)
         return OutputDelta(
-            request_id=request.request.request_id,
-            token_ids=result.token_ids[:num_taken],
-            logprobs=result.logprobs[:num_taken] if wants_logprobs else (),
-            finish_reason=reason,
+            request.request_id,
+            result.token_ids[:num_taken],
+            result.logprobs[:num_taken] if wants_logprobs else (),
+            reason,
+            None,
+            request.num_cached if is_first else 0,
+            request.queued_s if is_first else None,
         )
+
+    def _end_nan(self, request: LiveRequest) -> OutputDelta:
+        """End a request whose result was NaN, and all trust in what it wrote.
+
+        Those who read its pages and have no result of their own yet start again; a good result proves that what they
+        read was good, since NaN spreads to everything that is computed from it.
+        """
+        state = self._state
+        doomed = state.cache.distrust(request)
+        delta = self._end(request, FinishReason.ERROR, "The model produced NaN for this request.")
+        for reader in list(state.running):
+            has_read = reader.node in doomed or reader.resumed_by == request.arrival
+            if has_read and not reader.has_good_result:
+                preempt(state, reader)
+        return delta
 
     def _end(self, request: LiveRequest, reason: FinishReason, error: str | None = None) -> OutputDelta:
         self._forget(request)
-        return OutputDelta(request_id=request.request.request_id, finish_reason=reason, error=error)
+        return OutputDelta(request.request_id, finish_reason=reason, error=error)
 
     def _forget(self, request: LiveRequest) -> None:
-        del self._live[request.request.request_id]
+        state = self._state
+        del state.live[request.request_id]
         if request.row is not None:
-            self._release(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
-
-    def _release(self, request: LiveRequest) -> None:
-        """Take everything back and tell the device with the next plan."""
-        if request.row is not None:
-            self._released.append(request.row)
-        self._take_back(request)
-
-    def _take_back(self, request: LiveRequest) -> None:
-        """Take everything back from a running request; the device knows nothing of it (any more)."""
-        if request.row is None or request.slot is None:
-            raise AssertionError(f"request {request.request.request_id} owns no row")
-        self.rows.release((request.row,))
-        self.slots.release((request.slot,))
-        self.pages.release(request.pages)
-        request.row = request.slot = None
-        request.pages = []
-        request.num_written = 0
-        self._running.remove(request)
-
-    def _take(self, pool: IdPool, count: int) -> tuple[int, ...]:
-        ids = pool.allocate(count)
-        if ids is None:
-            raise AssertionError(f"{pool.name}: {count} were counted as free, {pool.num_free} are")
-        return ids
-
-    def _num_pages(self, num_positions: int) -> int:
-        return -(-num_positions // self.limits.page_size)
-
-
-def _key(request: LiveRequest) -> tuple[int, int]:
-    return request.key
+            state.take_back(request)
+        elif request.phase is Phase.WAITING:
+            state.waiting.remove(request)
+        request.phase = Phase.ENDED

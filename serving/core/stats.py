@@ -8,19 +8,40 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Gauges as of the last step; totals since the engine started."""
+    """Gauges as of the last step; totals since the engine started.
+
+    Of the prompt tokens looked up, a part was found, and a part was not because pages were missing, or the state
+    checkpoint, or both. (The tokens after the last block boundary can never be found and are in none of the parts.)
+    """
 
     num_running: int = 0
     num_waiting: int = 0
-    pages_used: int = 0
+    num_loading: int = 0  # of those waiting: their prefix is on its way from the host
+    pages_used: int = 0  # by requests; those that are only kept are not among them
     pages_total: int = 0  # the null page excluded
-    slots_used: int = 0
+    slots_used: int = 0  # by requests
     slots_total: int = 0  # the null slot excluded
+    pages_cached: int = 0  # can be found by a later request, whether or not one uses them now
+    checkpoints_held: int = 0
+    host_bytes_used: int = 0
+    host_bytes_total: int = 0
     steps_total: int = 0
     prompt_tokens_total: int = 0  # of requests whose prompt is done; recomputation does not count again
     generation_tokens_total: int = 0
     preemptions_total: int = 0
+    parks_total: int = 0  # preemptions whose state was put into the host tier
     device_failures_total: int = 0
+    prefix_query_tokens_total: int = 0
+    prefix_hit_tokens_total: int = 0  # host hits included
+    prefix_host_hit_tokens_total: int = 0  # those that the device alone did not have
+    prefix_missed_page_tokens_total: int = 0
+    prefix_missed_checkpoint_tokens_total: int = 0
+    prefix_missed_both_tokens_total: int = 0
+    pages_evicted_total: int = 0
+    checkpoints_evicted_total: int = 0
+    host_stores_total: int = 0  # transfers that ended well
+    host_loads_total: int = 0
+    host_failures_total: int = 0  # transfers that did not
     step_seconds: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"plan": 0.0, "device": 0.0, "apply": 0.0}
     )

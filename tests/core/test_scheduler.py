@@ -7,11 +7,11 @@ from serving.core.scheduler import Scheduler
 from serving.core.types import SamplingParams
 from serving.fake_executor import FakeExecutor
 from serving.step_loop import StepLoop
-from tests.core.driver import GREEDY, Ledger, expected_tokens, limits, request, run_to_end
+from tests.core.driver import GREEDY, Ledger, expected_tokens, limits, policy, request, run_to_end
 
 
-def _loop(executor, chunk_grid=8):
-    return StepLoop(executor, clock=lambda: 0.0, seed=0, chunk_grid=chunk_grid)
+def _loop(executor, block=8):
+    return StepLoop(executor, clock=lambda: 0.0, seed=0, policy=policy(block))
 
 
 def _step(scheduler, executor):
@@ -46,13 +46,14 @@ def test_every_step_does_something_and_all_requests_finish_in_bounded_time(budge
     num_rows=st.integers(1, 4),
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
 )
-def test_first_tokens_come_in_order_of_arrival(budget, num_rows, lengths):
+def test_requests_are_admitted_in_order_of_arrival(budget, num_rows, lengths):
     executor = FakeExecutor(limits(max_step_tokens=budget, num_rows=num_rows, num_slots=num_rows + 1), chunk_grid=8)
-    loop, ledger = _loop(executor), Ledger()
+    scheduler = Scheduler(executor.limits, policy=policy(8))
     for i, length in enumerate(lengths):
-        ledger.take(loop.add(request(f"r{i}", length, 3)))
-    run_to_end(loop, ledger)
-    assert ledger.order_of_first_tokens == [f"r{i}" for i in range(len(lengths))]
+        scheduler.add(request(f"r{i}", length, 3), seed=i)
+    while scheduler.has_requests:
+        _step(scheduler, executor)
+    assert [admission.seed for plan in executor.plans for admission in plan.admitted] == list(range(len(lengths)))
 
 
 def test_a_smaller_priority_number_is_served_first():
@@ -75,17 +76,44 @@ def test_an_urgent_request_that_finds_no_row_does_not_block_the_prompt_that_hold
     assert ledger.order_of_first_tokens == ["ordinary", "urgent", "later"]
 
 
-def test_decodes_come_before_prefill_and_nobody_overtakes_a_cut_prompt():
+def test_decodes_come_before_prefill():
     executor = FakeExecutor(limits(), chunk_grid=8)
-    scheduler = Scheduler(executor.limits, chunk_grid=8)
+    scheduler = Scheduler(executor.limits, policy=policy(8))
     scheduler.add(request("decoding", 5, 8), seed=0)
     _step(scheduler, executor)
     scheduler.add(request("long", 30), seed=0)
-    scheduler.add(request("short", 2), seed=0)
     plan = _step(scheduler, executor)
     assert plan.decode_rows == (0,)
     assert [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks] == [(0, 8)]  # 15 tokens left, cut at 8
-    assert scheduler.num_waiting == 1
+
+
+def test_a_prompt_that_others_wait_behind_takes_seven_eighths_of_the_budget():
+    executor = FakeExecutor(limits(max_step_tokens=64, num_pages=65, max_model_len=512), chunk_grid=8)
+    scheduler = Scheduler(executor.limits, policy=policy(8))
+    scheduler.add(request("long", 300), seed=0)
+    assert [len(chunk.token_ids) for chunk in _step(scheduler, executor).chunks] == [64]
+    scheduler.add(request("short", 5), seed=1)
+    plan = _step(scheduler, executor)
+    assert [(chunk.start, len(chunk.token_ids)) for chunk in plan.chunks] == [(64, 56), (0, 5)]
+
+
+def test_nobody_passes_a_prompt_that_has_had_its_share_of_steps():
+    """D19: 1.15 times the steps that it takes alone, and not one more."""
+    executor = FakeExecutor(limits(max_step_tokens=64, num_pages=200, max_model_len=1024), chunk_grid=8)
+    scheduler = Scheduler(executor.limits, policy=policy(8, prefix_cache=False))
+    scheduler.add(request("long", 640, 1), seed=0)  # 10 steps alone
+    num_passed = num_steps = 0
+    is_done = False
+    while not is_done:
+        scheduler.add(request(f"s{num_steps}", 20, 1), seed=num_steps)
+        plan = _step(scheduler, executor)
+        num_steps += 1
+        is_done = plan.chunks[0].row == 0 and plan.chunks[0].is_last
+        first = plan.chunks[0]
+        if not first.is_last and first.row == 0:
+            num_passed += len(plan.chunks) > 1
+    assert num_passed <= 11
+    assert num_steps <= 12
 
 
 def test_a_step_packs_several_whole_prompts():
@@ -127,7 +155,7 @@ def test_admission_without_a_free_slot_takes_nothing_and_succeeds_once_one_is_fr
 def test_admission_without_enough_pages_takes_nothing_and_succeeds_once_they_are_free():
     """D20: the whole known sequence must fit, not only the first chunk."""
     executor = FakeExecutor(limits(max_step_tokens=8), chunk_grid=8)
-    scheduler = Scheduler(executor.limits, chunk_grid=8)
+    scheduler = Scheduler(executor.limits, policy=policy(8))
     pinned = scheduler.pages.allocate(30)
     scheduler.add(request("r", 24), seed=0)  # 3 pages for the prompt, one for the first decode step
     assert scheduler.plan() is None
@@ -168,7 +196,7 @@ def test_a_preempted_request_resumes_with_the_same_tokens():
 
 def test_the_youngest_running_request_waits_for_pages_instead_of_recomputing():
     executor = FakeExecutor(limits(num_pages=5, num_rows=2, num_slots=3), chunk_grid=8)
-    scheduler = Scheduler(executor.limits, chunk_grid=8)
+    scheduler = Scheduler(executor.limits, policy=policy(8))
     scheduler.add(request("old", 16, 6), seed=0)
     scheduler.add(request("young", 7, 6), seed=0)
     ledger = Ledger()

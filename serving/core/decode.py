@@ -1,0 +1,46 @@
+"""Which running requests decode in a step: the oldest first, as far as budget and pages go."""
+
+from __future__ import annotations
+
+from serving.core.growth import cover
+from serving.core.plan_draft import PlanDraft
+from serving.core.publishing import keep_state
+from serving.core.request import LiveRequest, Phase
+from serving.core.state import SchedulerState
+
+
+def plan_decodes(state: SchedulerState, draft: PlanDraft) -> None:
+    """Let every decoding request write its last token and sample the next. One tight loop: it runs for every row."""
+    decodes = draft.decodes
+    most = draft.budget.num_single
+    for request in tuple(state.decoding):
+        written = request.num_written
+        if written == request.pause_at:
+            if len(decodes) == most:
+                break
+            if not _pass_pause(state, request, draft):
+                continue
+        elif len(decodes) == most:
+            break
+        request.num_written = written + 1
+        decodes.append(request)
+    draft.budget.charge(len(decodes), len(decodes))
+
+
+def _pass_pause(state: SchedulerState, request: LiveRequest, draft: PlanDraft) -> bool:
+    """Do what is due where a page is full; False when the request does not decode in this step."""
+    if request.phase is not Phase.DECODE:
+        return False  # preempted for an older one, earlier in this loop
+    written, size = request.num_written, state.limits.page_size
+    if written == request.end_at:
+        state.decoding.remove(request)
+        request.phase = Phase.LAST
+        return False
+    if state.policy.prefix_cache:
+        state.cache.publish(request, min(written, len(request.tokens)))
+    if not cover(state, request, written + 1, draft):
+        return False
+    if written % state.policy.block == 0:
+        keep_state(state, request, draft)
+    request.pause_at = min((written // size + 1) * size, request.end_at)
+    return True

@@ -1,0 +1,63 @@
+"""Who leaves the cache first: recompute time saved per byte, aged by what was evicted before.
+
+Every entry has the score `age + value` with `value` the tokens that it saves from recomputation divided by the bytes
+that its eviction frees. The lowest score goes first, and the age rises to the score of what went. So a hit (which
+enters the entry again, at today's age) moves it back, an entry that nobody hits sinks however much it once was worth,
+and among entries of equal value the one used longest ago goes first. (Known as GreedyDual-Size.)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+
+_tickets = itertools.count(1)
+
+
+class EvictionOrder[T]:
+    """Entries by score. An entry is void once its item has a newer ticket or `is_candidate` denies it."""
+
+    def __init__(self, is_candidate: Callable[[T, int], bool]) -> None:
+        self.age = 0.0
+        self._is_candidate = is_candidate
+        self._heap: list[tuple[float, int, T]] = []
+        self._compact_at = 1024
+
+    def enter(self, item: T, value: float) -> int:
+        """Enter `item` with its value and return the ticket that it must remember."""
+        ticket = next(_tickets)
+        heap = self._heap
+        heapq.heappush(heap, (self.age + value, ticket, item))
+        if len(heap) > self._compact_at:
+            # Void entries of items entered again pile up; dropping them now and then costs less than each at once.
+            heap[:] = [entry for entry in heap if entry[2] is item or self._is_candidate(entry[2], entry[1])]
+            heapq.heapify(heap)
+            self._compact_at = max(1024, 2 * len(heap))
+        return ticket
+
+    def lowest(self) -> float | None:
+        """Score of what would go next; None when nothing can."""
+        heap = self._heap
+        while heap:
+            score, ticket, item = heap[0]
+            if self._is_candidate(item, ticket):
+                return score
+            heapq.heappop(heap)
+        return None
+
+    def pop(self) -> T | None:
+        """Take out the item that goes next; None when nothing can."""
+        score = self.lowest()
+        if score is None:
+            return None
+        self.age = score
+        return heapq.heappop(self._heap)[2]
+
+    def in_order(self) -> Iterator[T]:
+        """All candidates, the next to go first."""
+        return (item for _, ticket, item in sorted(self._heap) if self._is_candidate(item, ticket))
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._heap.clear()

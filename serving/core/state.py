@@ -1,0 +1,134 @@
+"""What the parts of the scheduler share: the requests by phase, the memory they use, the counts."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+
+from serving.core.plan_draft import DraftChunk, DraftCopy
+from serving.core.policy import SchedulerPolicy
+from serving.core.pools import IdPool
+from serving.core.prefix_cache import PrefixCache
+from serving.core.request import LiveRequest, Phase, request_key
+from serving.core.types import ExecutorLimits, StepPlan, Transfer
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Dispatched:
+    """A plan whose result was not read yet."""
+
+    plan: StepPlan
+    sampled: list[LiveRequest]  # the requests that a result row comes back for, in plan order
+    rows: list[int]  # theirs
+    chunks: list[DraftChunk]
+    kept: list[DraftCopy]
+    decodes: list[LiveRequest]
+    is_committed: bool = False  # what it writes can be found
+    stale: set[LiveRequest] = dataclasses.field(default_factory=set)  # those that have been admitted anew since
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Counts:
+    """Totals since the start; `EngineStats` says what they mean."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    parks: int = 0
+    prefix_queried: int = 0
+    prefix_hit: int = 0
+    prefix_hit_host: int = 0
+    missed_page: int = 0
+    missed_checkpoint: int = 0
+    missed_both: int = 0
+    stores: int = 0
+    loads: int = 0
+    failed_transfers: int = 0
+
+
+class SchedulerState:
+    """The requests and what they own. Every list of requests is in order of service."""
+
+    def __init__(self, limits: ExecutorLimits, policy: SchedulerPolicy, clock: Callable[[], float]) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.clock = clock
+        self.rows = IdPool("rows", limits.num_rows)
+        self.cache = PrefixCache(limits)
+        self.counts = Counts()
+        self.live: dict[str, LiveRequest] = {}
+        self.waiting: list[LiveRequest] = []
+        self.running: list[LiveRequest] = []  # all that own a row
+        self.prefilling: list[LiveRequest] = []
+        self.decoding: list[LiveRequest] = []
+        self.released: list[int] = []  # rows to take from the device with the next plan
+        self.in_flight: deque[Dispatched] = deque()
+        self._transfers: list[Transfer] = []
+        self._forgotten: list[bytes] = []
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Transfers to start, once each."""
+        transfers = tuple(self._transfers)
+        self._transfers.clear()
+        return transfers
+
+    def take_forgotten(self) -> tuple[bytes, ...]:
+        """Keys to drop from the state store, once each."""
+        keys = tuple(self._forgotten)
+        self._forgotten.clear()
+        return keys
+
+    def num_pages(self, num_positions: int) -> int:
+        """Pages that hold `num_positions`."""
+        return -(-num_positions // self.limits.page_size)
+
+    def enqueue(self, request: LiveRequest) -> None:
+        """Put a request that owns no row into the queue."""
+        request.phase = Phase.WAITING
+        bisect.insort(self.waiting, request, key=request_key)
+
+    def start(self, request: LiveRequest, row: int) -> None:
+        """Give a request its row."""
+        request.row = row
+        request.phase = Phase.PREFILL
+        bisect.insort(self.running, request, key=request_key)
+        bisect.insort(self.prefilling, request, key=request_key)
+
+    def finish_prefill(self, request: LiveRequest) -> None:
+        """Let a request decode, whose last chunk is planned."""
+        self.prefilling.remove(request)
+        written, size = request.num_written, self.limits.page_size
+        if written == request.end_at:
+            request.phase = Phase.LAST
+            return
+        request.phase = Phase.DECODE
+        request.pause_at = min(-(-written // size) * size, request.end_at)
+        bisect.insort(self.decoding, request, key=request_key)
+
+    def take_back(self, request: LiveRequest, *, is_on_device: bool = True) -> None:
+        """Take everything back from a request that owns a row; the device hears of it with the next plan."""
+        if request.row is None:
+            raise AssertionError(f"request {request.request_id} owns no row")
+        if is_on_device:
+            self.released.append(request.row)
+        self.rows.release((request.row,))
+        request.row = None
+        self.running.remove(request)
+        if request.phase is Phase.PREFILL:
+            self.prefilling.remove(request)
+        elif request.phase is Phase.DECODE:
+            self.decoding.remove(request)
+        self.free_memory(request)
+
+    def free_memory(self, request: LiveRequest) -> None:
+        """Take back pages and slot."""
+        self.cache.release(request)
+        if request.slot is not None:
+            self.cache.slots.release((request.slot,))
+            request.slot = None
+        request.num_written = request.pause_at = 0
+        request.kept = None
+        request.boundaries = []
