@@ -171,11 +171,16 @@ def _read_index(folder: Path, problems: dict[str, list[str]]) -> dict[str, str]:
     except (ValueError, KeyError, TypeError) as error:
         problems["index"].append(f"{INDEX_FILE} is not a safetensors index: {error!r}")
         return {}
+    # A name with a folder in it would read outside the model folder. There are few names, for half a million tensors.
+    plain = {file for file in weight_map.values() if isinstance(file, str)}
+    plain = {file for file in plain if Path(file).name == file}
+    index: dict[str, str] = {}
     for name, file_name in weight_map.items():
-        # A name with a folder in it would read outside the model folder.
-        if not isinstance(file_name, str) or Path(file_name).name != file_name:
+        if isinstance(file_name, str) and file_name in plain:
+            index[name] = file_name
+        else:
             problems["index"].append(f"{name} is placed in {file_name!r}, which is not a plain file name")
-    return {n: f for n, f in weight_map.items() if isinstance(f, str) and Path(f).name == f}
+    return index
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

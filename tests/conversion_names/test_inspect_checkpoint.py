@@ -1,5 +1,6 @@
 """Inspecting folders and bare configurations, through the command and the library."""
 
+import collections
 import json
 import shutil
 
@@ -7,8 +8,9 @@ import numpy as np
 import pytest
 
 from k3jax import presets
-from k3jax.config import ConfigError
+from k3jax.config import ConfigError, K3Config
 from k3jax.inspect_checkpoint import UNKNOWN_PART, VISION_PART, inspect
+from k3jax.released_layout import released_tensors, shard_header, shard_name
 from k3jax.vision_names import VisionConfig, projector_shapes, tower_shapes
 from scripts import convert_checkpoint
 from tests.conversion_names.draft_data import PUBLISHED, write_draft
@@ -180,3 +182,29 @@ def test_whether_it_fits_depends_on_the_device(tmp_path, capsys):
     assert "does not fit 0.5 GB" in run(capsys, source, "--device-memory-gb", 0.5)[1]
     fewer = report(capsys, source, "--device-memory-gb", 0.5, "--max-num-seqs", 8)["memory"]
     assert fewer["missing_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_the_released_checkpoint_is_inspected_by_its_headers(tmp_path):
+    """1.56 TB of sparse files with the released names and headers; two faults among half a million tensors."""
+    raw = json.loads(K3.read_text())
+    by_file = collections.defaultdict(list)
+    for tensor in released_tensors(K3Config.from_hf(raw), VisionConfig.from_hf(raw)):
+        by_file[tensor.file].append(tensor)
+    by_file[shard_name(50, 96)].pop()
+    by_file[shard_name(60, 96)][0] = by_file[shard_name(60, 96)][0]._replace(name="language_model.model.extra")
+    weight_map = {}
+    for file, tensors in by_file.items():
+        header = shard_header((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+        with (tmp_path / file).open("wb") as stream:
+            stream.write(header)
+            stream.truncate(len(header) + sum(tensor.num_bytes for tensor in tensors))
+        weight_map |= dict.fromkeys((tensor.name for tensor in tensors), file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = inspect(tmp_path)
+    assert (found.num_files, found.total.tensors) == (96, 497_219)
+    assert {kind: len(problems) for kind, problems in found.problems.items()} == {
+        "missing tensors": 2,
+        "unknown tensors": 1,
+    }

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from k3jax import presets
+from k3jax.checkpoint_reader import open_checkpoint
 from k3jax.config import ConfigError, K3Config
 from k3jax.released_layout import num_shards, released_tensors, shard_header, shard_name
 from k3jax.vision_names import VisionConfig
@@ -100,8 +101,6 @@ def test_a_model_without_vision_ends_with_what_is_outside_its_layers():
 
 
 def test_the_golden_checkpoint_has_the_table_of_its_configuration():
-    from k3jax.checkpoint_reader import open_checkpoint
-
     stored = open_checkpoint(TINY8).tensors
     table = list(released_tensors(K3Config.from_file(TINY8)))
     assert {t.name: (t.dtype, t.shape, t.file) for t in table} == {
