@@ -125,12 +125,13 @@ def init(tree: Tree, key: jax.Array, dtype: Any = jnp.float32, scale: float = 0.
 
     def leaf(path: tuple[str, ...], spec: ParamSpec) -> jax.Array:
         leaf_key = jax.random.fold_in(key, zlib.crc32(".".join(path).encode()) & 0x7FFFFFFF)
-        return _initial(spec, leaf_key, scale).astype(spec.dtype(dtype))
+        return initial(spec, leaf_key, scale).astype(spec.dtype(dtype))
 
     return map_tree(leaf, tree)
 
 
-def _initial(spec: ParamSpec, key: jax.Array, scale: float) -> jax.Array:
+def initial(spec: ParamSpec, key: jax.Array, scale: float) -> jax.Array:
+    """One parameter's random values, before the cast to its dtype."""
     shape = spec.shape
     match spec.init:
         case "ones":

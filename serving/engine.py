@@ -8,8 +8,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
+from serving.core.policy import SchedulerPolicy
 from serving.core.seam import Executor
 from serving.core.stats import EngineStats
 from serving.core.types import ExecutorLimits, FinishReason, GenerationRequest, OutputDelta
@@ -20,6 +21,7 @@ _logger = logging.getLogger(__name__)
 
 Sink = Callable[[OutputDelta], None]
 
+_STATS_S = 0.1  # how old the counts may be while nothing ends
 _LAST_STEP_S = 30.0  # how long shutdown waits for the step in flight before it leaves the thread behind
 
 
@@ -48,8 +50,8 @@ class EngineBusy(RuntimeError):
 class Engine:
     """Generates tokens for many requests at once.
 
-    `max_waiting` bounds the queue (None: no bound), `seed` makes the seeds of unseeded requests repeatable. Requests
-    may be submitted before `start`; they wait.
+    `max_waiting` bounds the queue (None: no bound), `seed` makes the seeds of unseeded requests repeatable. With
+    `overlap` a step is dispatched before the one before it is read. Requests submitted before `start` wait for it.
     """
 
     def __init__(
@@ -59,17 +61,20 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         max_waiting: int | None = None,
         seed: int | None = None,
+        policy: SchedulerPolicy | None = None,
+        overlap: bool = True,
     ) -> None:
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting={max_waiting} is below 1. Give at least 1, or None for no bound.")
         self._executor = executor
-        self._loop = StepLoop(executor, clock=clock, seed=seed)
+        self._loop = StepLoop(executor, clock=clock, seed=seed, policy=policy, overlap=overlap)
         self._max_waiting = max_waiting
         self._status = StatusLog(clock=clock)
         self._changed = threading.Condition()  # guards everything below
         self._inbox: deque[Callable[[], list[OutputDelta]]] = deque()
         self._sinks: dict[str, Sink] = {}  # of every unfinished request; taken out with its last delta
-        self._stats = self._loop.stats()
+        self._clock = clock
+        self._stats, self._stats_at = self._loop.stats(), clock()
         self._is_stalled = False
         self._is_draining = False
         self._is_stopping = False
@@ -134,6 +139,12 @@ class Engine:
                 self._inbox.append(functools.partial(self._loop.abort, request_id))
                 self._changed.notify_all()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix before the next step; running requests keep what they have."""
+        with self._changed:
+            self._inbox.append(self._loop.reset_prefix_cache)
+            self._changed.notify_all()
+
     def shutdown(self, drain_timeout_s: float) -> int:
         """Refuse new requests, finish what can be within `drain_timeout_s`, end the rest with an error.
 
@@ -194,8 +205,12 @@ class Engine:
         self._deliver(deltas or ())
         self._status.tick(self._stats)
 
-    def _deliver(self, deltas: Iterable[OutputDelta]) -> None:
-        self._stats = self._loop.stats()  # first: who has seen a last delta must see its pages free
+    def _deliver(self, deltas: Sequence[OutputDelta]) -> None:
+        now = self._clock()
+        is_due = now - self._stats_at >= _STATS_S or not deltas
+        if is_due or any(delta.finish_reason is not None for delta in deltas):
+            # First: who has seen a last delta must see its pages free.
+            self._stats, self._stats_at = self._loop.stats(), now
         for delta in deltas:
             with self._changed:
                 is_last = delta.finish_reason is not None

@@ -112,11 +112,13 @@ class DeviceExecutor:
         kernels: tuple[Choice, ...] = (),
         cache: pathlib.Path | None = None,
         store: StateStore | None = None,
+        shapes: Iterable[StepShape] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Compile every bucket and allocate the pools. `params` are the loaded stacks; they are consumed.
 
-        `store` takes what leaves the device; without one `transfer` cannot be used.
+        `store` takes what leaves the device; without one `transfer` cannot be used. `shapes` are the buckets to compile
+        when not all that the limits call for are wanted; a plan that fits none is rejected.
         """
         self.limits = limits
         self._program = program
@@ -125,7 +127,9 @@ class DeviceExecutor:
         self._params = program.prepare(params)
         self._replicated = NamedSharding(program.mesh, REPLICATED)
         self._watch = CompileWatch()
-        self._shapes = executor_plan.buckets(limits.num_rows, limits.max_step_tokens)
+        self._shapes = (
+            executor_plan.buckets(limits.num_rows, limits.max_step_tokens) if shapes is None else tuple(shapes)
+        )
         self._compiled, self.compile_report = self._compile_all(progress)
         self._neutral = {
             rows: program.neutral_extras(StepShape(rows=rows, prefill_tokens=0)) for rows in self._row_buckets

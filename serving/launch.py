@@ -9,12 +9,13 @@ import dataclasses
 import logging
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from k3jax.chat import ChatLiterals, LiteralsError, load_chat_literals
 from k3jax.config import K3Config
 from k3jax.tokenizer import Tokenizer, load_tokenizer
 from serving.config import ConfigError, ServeConfig
+from serving.core.policy import Checkpoint, SchedulerPolicy, TokenBudget
 from serving.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,21 @@ def build_engine(
 
         prepare_environment(config)
         executor = build_executor(config, model_config, folder, report)
-    engine = Engine(executor, seed=config.seed)
+    engine = Engine(executor, seed=config.seed, policy=scheduler_policy(config), overlap=config.overlap)
     engine.start()
     return engine, tokenizer, _literals(folder)
+
+
+def scheduler_policy(config: ServeConfig) -> SchedulerPolicy:
+    """The scheduler's part of the settings."""
+    return SchedulerPolicy(
+        prefix_cache=config.prefix_cache,
+        checkpoint=cast(Checkpoint, config.checkpoint),
+        checkpoint_stride=config.checkpoint_stride,
+        checkpoint_every=config.checkpoint_every,
+        token_budget=cast(TokenBudget, config.token_budget),
+        reserve_draft_slots=config.reserve_draft_slots or 0,
+    )
 
 
 def _literals(folder: pathlib.Path) -> ChatLiterals | None:

@@ -27,8 +27,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_waiting", "Requests that wait for a row.", lambda stats: stats.num_waiting),
     ("kv_cache_usage_perc", "Share of KV cache pages in use, 0 to 1.", lambda s: s.pages_used / max(1, s.pages_total)),
     ("kv_cache_pages_used", "KV cache pages in use.", lambda stats: stats.pages_used),
-    ("state_slots_used", "KDA state slots in use.", lambda stats: stats.slots_used),
+    ("state_slots_used", "KDA state slots of running requests.", lambda stats: stats.slots_used),
     ("state_slots_total", "KDA state slots.", lambda stats: stats.slots_total),
+    ("num_requests_loading", "Waiting requests whose prefix comes from the host.", lambda stats: stats.num_loading),
+    ("prefix_cache_pages", "Pages that a later prompt can find.", lambda stats: stats.pages_cached),
+    ("prefix_cache_checkpoints", "KDA states that a later prompt can find.", lambda stats: stats.checkpoints_held),
+    ("host_cache_bytes", "Bytes of state in host memory.", lambda stats: stats.host_bytes_used),
 )
 _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of requests whose prompt is done.", lambda stats: stats.prompt_tokens_total),
@@ -36,6 +40,22 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_preemptions", "Requests preempted for want of pages.", lambda stats: stats.preemptions_total),
     ("device_failures", "Device failures survived.", lambda stats: stats.device_failures_total),
     ("steps", "Steps run.", lambda stats: stats.steps_total),
+    ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats: stats.prefix_query_tokens_total),
+    ("prefix_cache_hits", "Of them, tokens found, host hits included.", lambda stats: stats.prefix_hit_tokens_total),
+    ("prefix_cache_host_hits", "Of them, found in host memory only.", lambda s: s.prefix_host_hit_tokens_total),
+    ("prefix_cache_missed_pages", "Not found for want of pages.", lambda s: s.prefix_missed_page_tokens_total),
+    (
+        "prefix_cache_missed_checkpoints",
+        "Not found for want of a KDA state.",
+        lambda stats: stats.prefix_missed_checkpoint_tokens_total,
+    ),
+    ("prefix_cache_missed_both", "Not found for want of both.", lambda s: s.prefix_missed_both_tokens_total),
+    ("prefix_cache_evicted_pages", "Pages evicted.", lambda stats: stats.pages_evicted_total),
+    ("prefix_cache_evicted_checkpoints", "KDA states evicted.", lambda stats: stats.checkpoints_evicted_total),
+    ("num_parked", "Preemptions whose state went to host memory.", lambda stats: stats.parks_total),
+    ("host_stores", "Transfers to host memory that ended well.", lambda stats: stats.host_stores_total),
+    ("host_loads", "Transfers from host memory that ended well.", lambda stats: stats.host_loads_total),
+    ("host_failures", "Transfers that did not.", lambda stats: stats.host_failures_total),
 )
 
 
@@ -76,6 +96,7 @@ class ServerMetrics:
             registry=self.registry,
         )
         self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step that works on it.", _SECONDS)
         self.inter_token = histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
         self.end_to_end = histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens per choice.", _TOKENS)
@@ -110,6 +131,10 @@ class RequestTimer:
         self._start = clock()
         self._last: float | None = None
         self._num_tokens = 0
+
+    def queued(self, seconds: float) -> None:
+        """How long the choice waited for its first step."""
+        self._metrics.queue.observe(seconds)
 
     def tokens(self, count: int) -> None:
         """`count` tokens arrived together; each gets an equal share of the time since the last ones."""

@@ -28,6 +28,7 @@ def build_app(state: ServerState) -> ASGIApp:
             Route("/v1/models/{name:path}", info.get_model, methods=["GET"]),
             Route("/tokenize", tokens.tokenize, methods=["POST"]),
             Route("/detokenize", tokens.detokenize, methods=["POST"]),
+            Route("/reset_prefix_cache", info.reset_prefix_cache, methods=["POST"]),
             Route("/health", info.health, methods=["GET"]),
             Route("/ready", info.ready, methods=["GET"]),
             Route("/metrics", info.metrics, methods=["GET"]),

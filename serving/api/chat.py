@@ -39,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
     prompt = await asyncio.to_thread(chat_prompt, body, backend, thinking=thinking)
     answer = ChatAnswer(body, state.config.served_name, backend.require_tokenizer("messages"))
     choices = build_choices(body, backend, prompt, answer.id, thinking=thinking)
-    generation = Generation(backend.engine, state.metrics, choices)
+    generation = Generation(backend.engine, state.metrics, state.mailbox, choices)
     return await respond(request, generation, answer, is_stream=bool(body.stream))
 
 

@@ -36,7 +36,7 @@ async def completions(request: Request) -> Response:
     prompts = await asyncio.to_thread(completion_prompts, body, backend)
     answer = CompletionAnswer(body, state.config.served_name, backend.tokenizer, prompts)
     choices = build_choices(body, backend, prompts, answer.id)
-    generation = Generation(backend.engine, state.metrics, choices)
+    generation = Generation(backend.engine, state.metrics, state.mailbox, choices)
     return await respond(request, generation, answer, is_stream=bool(body.stream))
 
 

@@ -8,6 +8,7 @@ import functools
 from collections.abc import AsyncIterator, Sequence
 
 from serving.api.errors import busy, failed, unavailable
+from serving.api.mailbox import Mailbox
 from serving.core.types import FinishReason, GenerationRequest, OutputDelta
 from serving.engine import Engine, EngineBusy, EngineUnavailable
 from serving.metrics import RequestTimer, ServerMetrics
@@ -32,13 +33,15 @@ class Generation:
     leaving it aborts whatever still runs (a client that went away, an error in one of several choices).
     """
 
-    def __init__(self, engine: Engine, metrics: ServerMetrics, choices: Sequence[RunningChoice]) -> None:
+    def __init__(
+        self, engine: Engine, metrics: ServerMetrics, mailbox: Mailbox, choices: Sequence[RunningChoice]
+    ) -> None:
         self.choices = tuple(choices)
         self._engine = engine
         self._metrics = metrics
         self._timers: list[RequestTimer] = []
         self._deltas: asyncio.Queue[tuple[int, OutputDelta]] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox
 
     def __enter__(self) -> Generation:
         return self
@@ -85,6 +88,8 @@ class Generation:
                 raise _engine_error(delta)
             num_before = running.choice.completion_tokens
             update = running.choice.push(delta)
+            if delta.queued_s is not None:
+                self._timers[index].queued(delta.queued_s)
             self._timers[index].tokens(running.choice.completion_tokens - num_before)
             if update.finish_reason is not None:
                 self._finish(index, update.finish_reason, is_engine_done=delta.finish_reason is not None)
@@ -107,9 +112,8 @@ class Generation:
         }
 
     def _receive(self, index: int, delta: OutputDelta) -> None:
-        """On the engine's thread. A loop that is closed has nobody left who waits."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
+        """On the engine's thread."""
+        self._mailbox.post(self._deltas, (index, delta))
 
     def _finish(self, index: int, reason: str, *, is_engine_done: bool) -> None:
         running = self.choices[index]

@@ -61,6 +61,12 @@ async def metrics(request: Request) -> Response:
     return Response(_state(request).metrics.render(), media_type=None, headers={"Content-Type": CONTENT_TYPE})
 
 
+async def reset_prefix_cache(request: Request) -> Response:
+    """POST /reset_prefix_cache: forget all cached prefixes before the next step. Running requests go on."""
+    _state(request).require_backend().engine.reset_prefix_cache()
+    return json_response({"status": "reset"})
+
+
 async def show_version(request: Request) -> Response:
     """GET /version."""
     return json_response({"version": version()})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 
 from k3jax.chat import ChatLiterals
 from k3jax.tokenizer import Tokenizer
 from serving.api.errors import invalid, unavailable
+from serving.api.mailbox import Mailbox
 from serving.config import ServeConfig
 from serving.core.types import ExecutorLimits
 from serving.engine import Engine
@@ -54,6 +56,7 @@ class ServerState:
         self.created = int(time.time())
         self.reason = "starting"
         self._backend: Backend | None = None
+        self._mailbox: tuple[asyncio.AbstractEventLoop, Mailbox] | None = None
         self._is_draining = False
         self._failure: str | None = None
 
@@ -74,6 +77,14 @@ class ServerState:
     def begin_draining(self) -> None:
         """Refuse new requests from now on."""
         self._is_draining = True
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where the engine's thread leaves deltas for the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox[0] is not loop:
+            self._mailbox = loop, Mailbox(loop)
+        return self._mailbox[1]
 
     @property
     def max_body_bytes(self) -> int:

@@ -135,6 +135,7 @@ def test_usage_adds_up(says: str):
     """D41: total = prompt + completion, cached <= prompt, reasoning <= completion, streamed or not."""
     with serve(says=says) as served:
         whole = served.chat(tools=TOOLS).json()["usage"]
+        assert served.post("/reset_prefix_cache", b"").status_code == 200  # or the second finds the first one's prompt
         *_, streamed, _ = strict_events(
             served.chat(tools=TOOLS, stream=True, stream_options={"include_usage": True}).content
         )

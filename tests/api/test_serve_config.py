@@ -35,6 +35,17 @@ OTHER_VALUES: dict[str, Any] = {
     "max_body_mb": 2.5,
     "shutdown_timeout_s": 1.5,
     "log_level": "error",
+    "token_budget": "static",
+    "reserve_draft_slots": 7,
+    "mixed_batch": "gather",
+    "overlap": False,
+    "prefix_cache": False,
+    "checkpoint": "split",
+    "checkpoint_stride": 1536,
+    "checkpoint_every": 4096,
+    "checkpoint_share": 0.1,
+    "host_cache_gb": 1.5,
+    "offload": "none",
 }
 
 
@@ -47,7 +58,8 @@ def test_the_defaults_need_no_flag():
 @pytest.mark.parametrize("name", sorted(OTHER_VALUES))
 def test_every_setting_can_be_given_as_flag_and_as_variable(name: str):
     value = OTHER_VALUES[name]
-    assert getattr(parse_config([flag_name(name), str(value)], {}), name) == value
+    flags = [flag_name("no_" + name)] if value is False else [flag_name(name), str(value)]
+    assert getattr(parse_config(flags, {}), name) == value
     assert getattr(parse_config([], {env_name(name): str(value)}), name) == value
 
 
@@ -68,6 +80,17 @@ def test_a_flag_beats_its_variable():
         (["demo"], "Unexpected argument 'demo'"),
         (["--dtype", "float16"], "float16"),
         (["--port", "65536"], "--port=65536"),
+        (["--overlapping"], "Did you mean --overlap?"),
+        (["--checkpoint-stride", "100"], "--checkpoint-stride=100"),
+        (["--checkpoint-every", "-64"], "--checkpoint-every=-64"),
+        (["--checkpoint-share", "1"], "--checkpoint-share=1"),
+        (["--host-cache-gb", "-1"], "--host-cache-gb=-1"),
+        (["--reserve-draft-slots", "-1"], "--reserve-draft-slots=-1"),
+        (["--no-prefix-cache", "--host-cache-gb", "2"], "--host-cache-gb=2.0 has no effect beside --no-prefix-cache"),
+        (["--no-prefix-cache", "--checkpoint", "split"], "--checkpoint=split has no effect beside --no-prefix-cache"),
+        (["--checkpoint", "off", "--checkpoint-stride", "128"], "has no effect beside --checkpoint=off"),
+        (["--num-slots", "9", "--checkpoint-share", "0.1"], "has no effect beside --num-slots=9"),
+        (["--offload", "none", "--host-cache-gb", "2"], "has no effect beside --offload=none"),
         (["--tp", "0"], "--tp=0"),
         (["--max-num-seqs", "-1"], "--max-num-seqs=-1"),
         (["--memory-fraction", "nan"], "--memory-fraction=nan"),

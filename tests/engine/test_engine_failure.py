@@ -34,7 +34,7 @@ def test_the_engine_is_recovering_while_the_device_is_rebuilt():
 
     gate = Gate(3)
     executor = Watched(limits(), faults=[Fault(step=2, kind="collect")], before_collect=gate.hold)
-    with running(executor) as client:
+    with running(executor, overlap=False) as client:
         client.submit(request("r", 5, 8))
         gate.wait_until_reached()  # the first step after the failure
         states.append(client.engine.state)
@@ -47,7 +47,7 @@ def test_the_engine_is_recovering_while_the_device_is_rebuilt():
 def test_a_request_hit_by_a_second_device_failure_ends_and_the_others_go_on():
     gate = Gate(3)
     faults = [Fault(step=2, kind="collect"), Fault(step=5, kind="submit")]
-    with running(FakeExecutor(limits(), faults=faults, before_collect=gate.hold)) as client:
+    with running(FakeExecutor(limits(), faults=faults, before_collect=gate.hold), overlap=False) as client:
         client.submit(request("twice", 5, 12))
         gate.wait_until_reached()
         client.submit(request("once", 5, 12))

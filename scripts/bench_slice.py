@@ -1,0 +1,190 @@
+"""Time a rank slice of Kimi K3 through the real engine: `python scripts/bench_slice.py --layers 8` on a GPU.
+
+The slice has the widths of one of eight tensor-parallel ranks and random weights made on the device; the collectives of
+the other seven ranks are not there. Printed as JSON lines: prefill of one prompt, decode steps at several batches, and
+each part of a layer alone beside its floor. `--experts stub` leaves the routed experts out and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from slice_bench.parts import parts, time_part  # noqa: E402
+from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
+
+from k3jax import cache, params  # noqa: E402
+from k3jax.pallas import dispatch  # noqa: E402
+from k3jax.programs import StepProgram  # noqa: E402
+from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
+from k3jax.step_inputs import StepShape  # noqa: E402
+from serving.core.policy import SchedulerPolicy  # noqa: E402
+from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams  # noqa: E402
+from serving.executor import DeviceExecutor  # noqa: E402
+from serving.step_loop import StepLoop  # noqa: E402
+
+
+def main() -> int:
+    """Build, run, print."""
+    args = parse()
+    config = slice_config(args.layers)
+    dtype = jnp.dtype(args.dtype)
+    tree = params.abstract(config)
+    ops, kernels = dispatch.choose(jax.default_backend())
+    if args.experts == "stub":
+        ops = dataclasses.replace(ops, routed_experts=no_experts)
+    batches = [int(batch) for batch in args.batches.split(",")]
+    rows = max(8, *batches)
+    pages_per_row = -(-(args.prompt + args.new_tokens + 64) // 256) * 4
+    shape = cache.CacheShape(
+        num_rows=rows, num_pages=rows * pages_per_row + 1, num_slots=2 * rows + 1, pages_per_row=pages_per_row
+    )
+    mesh = make_mesh()
+    program = StepProgram(
+        config=config,
+        cache_shape=shape,
+        tree=tree,
+        dtype=dtype,
+        mesh=mesh,
+        parallel=parallel_of(mesh),
+        ops=ops,
+        mixed_batch=args.mixed_batch,
+        unstacked=jax.default_backend() == "cpu",
+    )
+    setting = {
+        "device": jax.devices()[0].device_kind,
+        "layers": args.layers,
+        "dtype": dtype.name,
+        "experts": "stubbed out: their time is not in any figure" if args.experts == "stub" else "real",
+        "ops": {choice.op: choice.backend for choice in kernels},
+        "mixed_batch": args.mixed_batch,
+        "overlap": args.overlap,
+        "checkpoint": args.checkpoint,
+    }
+    emit(setting=setting)
+    started = time.perf_counter()
+    weights = random_weights(config, tree, dtype)
+    jax.block_until_ready(weights)
+    emit(weights_gb=sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / 1e9, seconds=time.perf_counter() - started)
+    if args.parts:
+        print_parts(program, weights, ops, args, batches)
+    if args.engine:
+        run_engine(program, weights, args, batches)
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8, help="layers of the slice (default: 8; an H200 holds 60)")
+    parser.add_argument("--prompt", type=int, default=8192, help="tokens of a prompt (default: 8192)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated per request (default: 64)")
+    parser.add_argument("--batches", default="1,4,16", help="concurrent requests (default: 1,4,16)")
+    parser.add_argument(
+        "--experts", choices=("real", "stub"), default="real", help="run the routed experts or skip them"
+    )
+    parser.add_argument("--mixed-batch", choices=("zero-copy", "gather"), default="zero-copy")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--checkpoint", choices=("internal", "split", "off"), default="internal")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="time each part alone")
+    parser.add_argument("--engine", action=argparse.BooleanOptionalAction, default=True, help="run through the engine")
+    return parser.parse_args()
+
+
+def no_experts(z, routing, experts, config, first_expert):
+    """Stands in for the routed experts where they are asked to be left out."""
+    del routing, experts, config, first_expert
+    return jnp.zeros(z.shape, jnp.promote_types(z.dtype, jnp.float32))
+
+
+def print_parts(program: StepProgram, weights: Any, ops: dispatch.Ops, args: argparse.Namespace, batches: list[int]):
+    """One line per part and shape."""
+    pools, rows = program.fresh_state()
+    del rows
+    for tokens in (*batches, args.prompt):
+        x = jax.random.normal(jax.random.key(tokens), (tokens, program.config.hidden_size)).astype(program.dtype)
+        for part in parts(program.config, tokens, args.prompt, ops):
+            if args.experts == "stub" and part.name == "routed experts":
+                continue
+            took = time_part(part, x, weights, pools)
+            emit(part=part.name, tokens=tokens, us=took, floor_us=part.floor_us, times_floor=took / part.floor_us)
+
+
+def run_engine(program: StepProgram, weights: Any, args: argparse.Namespace, batches: list[int]) -> None:
+    """Prompts and decode steps through scheduler, executor and step."""
+    limits = ExecutorLimits(
+        num_rows=program.cache_shape.num_rows,
+        num_pages=program.cache_shape.num_pages,
+        num_slots=program.cache_shape.num_slots,
+        page_size=cache.PAGE_SIZE,
+        max_step_tokens=args.prompt,
+        max_model_len=program.cache_shape.pages_per_row * cache.PAGE_SIZE,
+        vocab_size=program.config.vocab_size,
+    )
+    shapes = [
+        StepShape(rows=r, prefill_tokens=p) for p in (0, args.prompt) for r in sorted({8, program.cache_shape.num_rows})
+    ]
+    started = time.perf_counter()
+    executor = DeviceExecutor(program, weights, limits, shapes=shapes)
+    emit(programs=len(shapes), compile_seconds=time.perf_counter() - started)
+    loop = StepLoop(
+        executor, clock=time.perf_counter, policy=SchedulerPolicy(checkpoint=args.checkpoint), overlap=args.overlap
+    )
+    random = np.random.default_rng(0)
+    for turn, batch in enumerate([batches[0], *batches]):
+        first, between, seconds = serve(loop, random, batch, args, f"{turn}")
+        if turn:  # the first is a warm-up
+            emit(
+                batch=batch,
+                prompt=args.prompt,
+                ttft_ms=1e3 * statistics.median(first),
+                first_prompt_ms=1e3 * min(first),
+                step_ms=1e3 * statistics.median(between),
+                tokens_per_s=batch * args.new_tokens / seconds,
+            )
+    executor.close()
+
+
+def serve(loop: StepLoop, random: np.random.Generator, batch: int, args: argparse.Namespace, name: str):
+    """All requests at once: time to each first token, time between decode steps, and the whole."""
+    started = time.perf_counter()
+    for i in range(batch):
+        prompt = tuple(random.integers(3, loop.limits.vocab_size, args.prompt).tolist())
+        sampling = SamplingParams(temperature=0.0)
+        loop.add(
+            GenerationRequest(
+                request_id=f"{name}-{i}", prompt_token_ids=prompt, max_tokens=args.new_tokens, sampling=sampling
+            )
+        )
+    arrivals: dict[str, list[float]] = {}
+    while loop.has_requests:
+        for delta in loop.step() or ():
+            arrivals.setdefault(delta.request_id, []).extend([time.perf_counter()] * len(delta.token_ids))
+    first = [times[0] - started for times in arrivals.values()]
+    all_running = max(times[0] for times in arrivals.values())
+    between = [
+        b - a for times in arrivals.values() for a, b in zip(times[:-1], times[1:], strict=True) if a >= all_running
+    ]
+    return first, between, time.perf_counter() - started
+
+
+def emit(**fields: Any) -> None:
+    """One JSON line."""
+    rounded = {k: round(v, 3) if isinstance(v, float) else v for k, v in fields.items()}
+    print(json.dumps(rounded), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,141 @@
+"""Replay a trace through the scheduler: `python -m serving.simulate --requests 1000`, or `--trace FILE`.
+
+The scheduler is the server's own, on a clock that a cost model moves; no model runs. A trace is a file of JSON lines
+with arrival_s, prompt_tokens, output_tokens and, for prompts that share their start, prefix_id and prefix_tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from serving.config import CHECKPOINTS, TOKEN_BUDGETS
+from serving.core.policy import SchedulerPolicy
+from serving.core.types import ExecutorLimits
+from serving.simulation.cost import CostModel
+from serving.simulation.run import Report, simulate
+from serving.simulation.trace import Synthetic, read_trace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and print; 2 for settings or a trace that cannot work."""
+    args = _parser().parse_args(arguments)
+    limits = ExecutorLimits(
+        num_rows=args.max_num_seqs,
+        num_pages=args.num_pages,
+        num_slots=args.max_num_seqs + 1 + args.checkpoint_slots,
+        page_size=64,
+        max_step_tokens=args.max_step_tokens,
+        max_model_len=args.max_model_len,
+        vocab_size=1 << 62,
+        page_bytes=args.page_kb * 1000,
+        slot_bytes=args.slot_kb * 1000,
+        host_cache_bytes=int(args.host_cache_gb * 10**9),
+        identity="simulation",
+    )
+    try:
+        policy = SchedulerPolicy(
+            prefix_cache=args.prefix_cache,
+            checkpoint=args.checkpoint,
+            token_budget=args.token_budget,
+            reserve_draft_slots=args.reserve_draft_slots,
+        )
+        cost = CostModel() if args.cost is None else CostModel.from_file(args.cost)
+        if args.trace is not None:
+            entries = read_trace(args.trace)
+        else:
+            entries = Synthetic(
+                num_requests=args.requests,
+                mean_prompt=args.mean_prompt,
+                mean_output=args.mean_output,
+                shared=args.shared,
+                num_prefixes=args.prefixes,
+                prefix_tokens=args.prefix_tokens,
+                rate_per_s=args.rate,
+                seed=args.seed,
+            ).entries()
+        report = simulate(entries, limits, policy, cost, progress=True)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(report))
+    return 0
+
+
+def table(report: Report) -> str:
+    """The report as text."""
+    rows = [
+        ("requests", f"{report.num_requests} ({report.num_failed} failed)"),
+        ("steps", f"{report.num_steps}"),
+        ("simulated time", f"{report.simulated_s:.1f} s, in {report.wall_s:.1f} s here"),
+        ("TTFT median / p90 / p99", " / ".join(f"{1e3 * value:.0f} ms" for value in report.ttft_s)),
+        ("TPOT median / p90 / p99", " / ".join(f"{1e3 * value:.2f} ms" for value in report.tpot_s)),
+        ("output", f"{report.output_tokens} tokens, {report.output_tokens_per_s:.0f} tokens/s"),
+        ("prefix cache", f"{report.cached_tokens} of {report.prompt_tokens} prompt tokens, {report.hit_rate:.1%}"),
+        ("preemptions", f"{report.preemptions}"),
+    ]
+    return "\n".join(f"{name:24} {value}" for name, value in rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving.simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_argument_group("requests")
+    what.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="JSON lines to replay; else random requests")
+    what.add_argument("--requests", type=_positive, default=1000, metavar="N", help="random requests (default: 1000)")
+    what.add_argument("--mean-prompt", type=_positive, default=1000, metavar="TOKENS", help="default: 1000")
+    what.add_argument("--mean-output", type=_positive, default=200, metavar="TOKENS", help="default: 200")
+    what.add_argument(
+        "--shared", type=_share, default=0.5, metavar="SHARE", help="behind a shared prefix (default: 0.5)"
+    )
+    what.add_argument("--prefixes", type=_positive, default=100, metavar="N", help="shared prefixes (default: 100)")
+    what.add_argument("--prefix-tokens", type=_positive, default=512, metavar="TOKENS", help="default: 512")
+    what.add_argument("--rate", type=float, metavar="PER_S", help="arrivals a second; unset: all wait from the start")
+    what.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    device = parser.add_argument_group("device")
+    device.add_argument(
+        "--cost", type=pathlib.Path, metavar="FILE", help="JSON of step costs; see serving/simulation/cost.py"
+    )
+    device.add_argument("--max-num-seqs", type=_positive, default=64, metavar="N", help="default: 64")
+    device.add_argument("--max-step-tokens", type=_positive, default=8192, metavar="TOKENS", help="default: 8192")
+    device.add_argument("--max-model-len", type=_positive, default=131072, metavar="TOKENS", help="default: 131072")
+    device.add_argument(
+        "--num-pages", type=_positive, default=16384, metavar="N", help="pages of 64 tokens (default: 16384)"
+    )
+    device.add_argument(
+        "--checkpoint-slots", type=int, default=256, metavar="N", help="slots for checkpoints (default: 256)"
+    )
+    device.add_argument(
+        "--page-kb", type=_positive, default=1769, metavar="KB", help="bytes of a page (default: K3 at tp 8)"
+    )
+    device.add_argument(
+        "--slot-kb", type=_positive, default=56000, metavar="KB", help="bytes of a slot (default: K3 at tp 8)"
+    )
+    device.add_argument("--host-cache-gb", type=float, default=0.0, metavar="GB", help="host tier (default: none)")
+    policy = parser.add_argument_group("policy")
+    policy.add_argument("--token-budget", choices=TOKEN_BUDGETS, default="adaptive")
+    policy.add_argument("--reserve-draft-slots", type=int, default=0, metavar="N")
+    policy.add_argument("--checkpoint", choices=CHECKPOINTS, default="internal")
+    policy.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is outside 0..1")
+    return value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,154 @@
+"""Drives the scheduler through a trace on simulated time."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+
+from serving.core.policy import SchedulerPolicy
+from serving.core.scheduler import Scheduler
+from serving.core.types import (
+    EntryKind,
+    ExecutorLimits,
+    FinishReason,
+    GenerationRequest,
+    RowResult,
+    SamplingParams,
+    StepResult,
+    TransferResult,
+)
+from serving.simulation.cost import CostModel
+from serving.simulation.trace import TraceEntry
+
+_TOKEN = 1  # what every request says; the cost of a step does not depend on it
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the trace saw; times in seconds of simulated time unless said."""
+
+    num_requests: int
+    num_failed: int
+    num_steps: int
+    simulated_s: float
+    wall_s: float  # of this machine
+    ttft_s: tuple[float, float, float]  # median, 90th, 99th percentile
+    tpot_s: tuple[float, float, float]
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in the prefix cache."""
+        return self.cached_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / max(1e-9, self.simulated_s)
+
+
+@dataclasses.dataclass(slots=True)
+class _Timeline:
+    arrival_s: float
+    first_s: float = 0.0
+    num_tokens: int = 0
+
+
+def simulate(
+    entries: Iterable[TraceEntry], limits: ExecutorLimits, policy: SchedulerPolicy, cost: CostModel, *, progress=False
+) -> Report:
+    """Replay `entries`. Raises `ValueError` when a request of the trace can never run within `limits`."""
+    now = 0.0
+    scheduler = Scheduler(limits, policy=policy, clock=lambda: now)
+    waiting = enumerate(entries)
+    upcoming = next(waiting, None)
+    open_requests: dict[str, _Timeline] = {}
+    results = [RowResult(row=row, token_ids=(_TOKEN,)) for row in range(limits.num_rows)]
+    moving: list[tuple[float, int]] = []  # end, transfer id
+    ttft, tpot = [], []
+    num_done = num_failed = prompt_tokens = output_tokens = cached_tokens = num_steps = 0
+    started = reported = time.monotonic()
+    while upcoming is not None or scheduler.has_requests:
+        while upcoming is not None and upcoming[1].arrival_s <= now and scheduler.num_waiting < 4 * limits.num_rows:
+            number, entry = upcoming
+            request = GenerationRequest(
+                request_id=str(number),
+                prompt_token_ids=entry.token_ids(number),
+                max_tokens=entry.output_tokens,
+                sampling=_GREEDY,
+                priority=entry.priority,
+            )
+            if refusal := scheduler.add(request, seed=0):
+                raise ValueError(f"request {number} of the trace can never run: {refusal.error}")
+            open_requests[request.request_id] = _Timeline(max(entry.arrival_s, 0.0))
+            prompt_tokens += entry.prompt_tokens
+            upcoming = next(waiting, None)
+        if moving and moving[0][0] <= now:
+            ended = []
+            while moving and moving[0][0] <= now:
+                ended.append(TransferResult(transfer_id=heapq.heappop(moving)[1]))
+            scheduler.finish_transfers(tuple(ended))
+        plan = scheduler.plan()
+        scheduler.keys_to_forget()
+        for transfer in scheduler.transfers_to_start():
+            size = sum(
+                limits.page_bytes if entry.kind is EntryKind.PAGE else limits.slot_bytes for entry in transfer.entries
+            )
+            begin = max(now, max((end for end, _ in moving), default=now))
+            heapq.heappush(moving, (begin + cost.transfer_s(size), transfer.transfer_id))
+        if plan is None:
+            following = [end for end, _ in moving[:1]]
+            if upcoming is not None and upcoming[1].arrival_s > now:
+                following.append(upcoming[1].arrival_s)
+            if not following:
+                raise RuntimeError(f"{scheduler.num_waiting} requests wait and none can move")
+            now = min(following)
+            continue
+        now += cost.step_s(plan)
+        num_steps += 1
+        rows = [results[row] for row in plan.decode_rows]
+        rows += [results[chunk.row] for chunk in plan.chunks if chunk.is_last]
+        for delta in scheduler.apply(StepResult(step=plan.step, rows=tuple(rows))):
+            timeline = open_requests[delta.request_id]
+            if not timeline.num_tokens:
+                timeline.first_s = now
+                ttft.append(now - timeline.arrival_s)
+                cached_tokens += delta.cached_tokens
+            timeline.num_tokens += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                del open_requests[delta.request_id]
+                output_tokens += timeline.num_tokens
+                num_done += 1
+                num_failed += delta.finish_reason is FinishReason.ERROR
+                if timeline.num_tokens > 1:
+                    tpot.append((now - timeline.first_s) / (timeline.num_tokens - 1))
+        if progress and time.monotonic() - reported > 5:
+            reported = time.monotonic()
+            print(f"{num_done} requests, {num_steps} steps, {now:.0f} s simulated", file=sys.stderr, flush=True)
+    return Report(
+        num_requests=num_done,
+        num_failed=num_failed,
+        num_steps=num_steps,
+        simulated_s=now,
+        wall_s=time.monotonic() - started,
+        ttft_s=_percentiles(ttft),
+        tpot_s=_percentiles(tpot),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=cached_tokens,
+        preemptions=scheduler.num_preemptions,
+    )
+
+
+def _percentiles(values: list[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        return ((values or [0.0])[0],) * 3
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return cuts[49], cuts[89], cuts[98]

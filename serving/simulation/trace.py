@@ -1,0 +1,94 @@
+"""What arrives when: read from a JSONL file or drawn at random. Token ids are made up; equal prefixes are equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import random
+from collections.abc import Iterator
+
+import msgspec
+
+_PREFIX_STRIDE = 1 << 20  # ids of one shared prefix
+_TAIL_BASE = 1 << 40  # ids of unique tails lie above all prefixes
+
+
+class TraceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request. `prefix_id` names a prefix that others share; its first `prefix_tokens` tokens are the prompt's."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_id: int | None = None
+    prefix_tokens: int = 0
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if self.arrival_s < 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError("arrival_s must be 0 or more, prompt_tokens and output_tokens at least 1")
+        if not 0 <= self.prefix_tokens <= min(self.prompt_tokens, _PREFIX_STRIDE):
+            raise ValueError(f"prefix_tokens={self.prefix_tokens} must lie in 0..prompt_tokens={self.prompt_tokens}")
+        if self.prefix_tokens and self.prefix_id is None:
+            raise ValueError("prefix_tokens needs a prefix_id")
+
+    def token_ids(self, number: int) -> tuple[int, ...]:
+        """The prompt of the trace's request `number`."""
+        tail = self.prompt_tokens - self.prefix_tokens
+        start = _TAIL_BASE + number * _PREFIX_STRIDE
+        if not self.prefix_tokens or self.prefix_id is None:
+            return tuple(range(start, start + tail))
+        first = self.prefix_id * _PREFIX_STRIDE
+        return (*range(first, first + self.prefix_tokens), *range(start, start + tail))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """Random requests: exponential lengths, a share of them behind one of `num_prefixes` prefixes.
+
+    `rate_per_s` None: all arrive at once and wait for their turn.
+    """
+
+    num_requests: int
+    mean_prompt: int = 1000
+    mean_output: int = 200
+    shared: float = 0.5
+    num_prefixes: int = 100
+    prefix_tokens: int = 512
+    rate_per_s: float | None = None
+    seed: int = 0
+
+    def entries(self) -> Iterator[TraceEntry]:
+        """In order of arrival."""
+        draw, now = random.Random(self.seed), 0.0
+        for _ in range(self.num_requests):
+            if self.rate_per_s is not None:
+                now += draw.expovariate(self.rate_per_s)
+            prompt = max(1, round(draw.expovariate(1 / self.mean_prompt)))
+            output = max(1, round(draw.expovariate(1 / self.mean_output)))
+            is_shared = draw.random() < self.shared
+            yield TraceEntry(
+                arrival_s=now,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                prefix_id=draw.randrange(self.num_prefixes) if is_shared else None,
+                prefix_tokens=min(prompt, self.prefix_tokens) if is_shared else 0,
+            )
+
+
+def read_trace(path: pathlib.Path) -> list[TraceEntry]:
+    """Read a JSONL trace, sorted by arrival. Raises `ValueError` naming the line that is wrong."""
+    entries = []
+    decoder = msgspec.json.Decoder(TraceEntry)
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                entries.append(decoder.decode(line))
+            except (msgspec.DecodeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not entries:
+        raise ValueError(f"{path} has no requests")
+    return sorted(entries, key=lambda entry: entry.arrival_s)
