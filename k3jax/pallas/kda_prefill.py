@@ -1,0 +1,110 @@
+"""Chunked KDA prefill of packed sequences on pooled states, on Hopper.
+
+Per head and token, with q and k l2-normalised, alpha = exp(-5 sigmoid(exp(A_log) (r + dt_bias))), b = sigmoid(beta):
+
+    S' = S diag(alpha);   S <- S' + b (v - S' k) k^T;   o = S q / sqrt(K)
+
+Two kernels: `kda_prefill_prepare` turns tiles of 64 tokens into what does not depend on the state, one block per tile and
+head, and `kda_scan` carries the states over the tiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from k3jax import kda
+from k3jax.kda_packed import chunked_packed
+from k3jax.pallas import kda_prefill_prepare, kda_scan
+from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH
+from k3jax.pallas.kda_prefill_plan import Plan
+
+LOWER_BOUND = -5.0
+
+
+def kda_prefill_reference(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    gate: Float[Array, "T H K"],
+    beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    cu_seqlens: Array,
+    initial_states: Float[Array, "N H V K"],
+    export_offsets: Array,
+) -> tuple[Array, Array, Array]:
+    """Outputs, final states and exported states, in the wide dtype."""
+    wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+    q, k, v, beta = (x.astype(wide) for x in (q, k, v, beta))
+    log_decay = kda.decay_gate(gate.astype(wide), a_log.astype(wide), dt_bias.astype(wide), LOWER_BOUND)
+    return chunked_packed(
+        kda.l2norm(q),
+        kda.l2norm(k),
+        v,
+        log_decay,
+        jax.nn.sigmoid(beta),
+        cu_seqlens,
+        initial_states.astype(wide),
+        export_offsets=export_offsets,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillTiles:
+    """How the work is spread over the GPU."""
+
+    warpgroups: int = 1  # of a scan block: 2 shares tiles between the halves of V, 1 fills more of the GPU
+    stages: int = 3  # tiles a scan block holds in shared memory
+
+    def __post_init__(self) -> None:
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups={self.warpgroups}: a scan block has 1 or 2")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages}: use at least 2, so that a tile loads while another is used")
+
+
+def kda_prefill(
+    q: Float[Array, "T H K"],
+    k: Float[Array, "T H K"],
+    v: Float[Array, "T H V"],
+    gate: Float[Array, "T H K"],
+    beta: Float[Array, "T H"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    plan: Plan,
+    layer: Array,
+    pool,
+    out,
+    *,
+    tiles: PrefillTiles | None = None,
+    interpret=None,
+) -> None:
+    """Run every sequence of `plan` through its slot of `pool[layer]` and write rows of `out`.
+
+    `q`, `k`, `v` come after the short convolution, `gate` and `beta` raw. `pool` [layers, slots, H, V, K] float32 and
+    `out` [T, H, V] bfloat16 are `jax.Ref`s, written in place: each sequence's slot, its export slot, and its rows.
+    No other slot or row is read or written. Slots of different sequences must differ, except those of empty ones.
+    """
+    tiles = tiles or PrefillTiles()
+    heads = q.shape[1]
+    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret)
+    prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows)
+    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.warpgroups, tiles.stages, interpret)
+    scan(*prepared, plan, jnp.reshape(layer, (1,)).astype(jnp.int32), pool, out)
+
+
+def supported(num_tokens: int, key_width: int, value_width: int, dtype, lower_bound: float | None) -> str | None:
+    """None, or why these kernels cannot run."""
+    if lower_bound != LOWER_BOUND:
+        return f"the gate's lower bound is {lower_bound}; the kernels are written for {LOWER_BOUND}"
+    if (key_width, value_width) != (WIDTH, WIDTH):
+        return f"heads are {key_width} x {value_width}; the kernels are written for {WIDTH} x {WIDTH}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"activations are {jnp.dtype(dtype).name}; the kernels read bfloat16"
+    if num_tokens < CHUNK:
+        return f"{num_tokens} packed tokens; the kernels read {CHUNK} at a time"
+    return None
