@@ -1,5 +1,9 @@
 """Register-level pieces shared by the one-token KDA kernels: layouts, and a head's channels at one channel a thread.
 
+Two facts of Mosaic GPU shape this file. A sum across the warps of a warpgroup goes through one scratch area that all
+warpgroups of a block share, so only one warpgroup of a kernel may take such sums; sums inside a warp need none. And two
+loads of one shared-memory region with different layouts are merged into one, which then has no layout.
+
 A warpgroup has 128 threads and a K3 head 128 channels, so gates, norms and the short convolution are computed with one
 channel in each thread, and passed through shared memory to the layout of the state tile.
 """
@@ -53,17 +57,11 @@ def convolve(window: list[jax.Array], taps: list[jax.Array], dtype) -> jax.Array
     return (total * sigmoid(total)).astype(dtype).astype(jnp.float32)
 
 
-def l2norm(x: jax.Array) -> jax.Array:
-    """x / sqrt(sum x^2 + 1e-6) over the head's channels."""
-    return x * lax.rsqrt(jnp.sum(x * x) + L2_EPS)
+def inverse_norm(x: jax.Array) -> jax.Array:
+    """1 / sqrt(sum x^2 + 1e-6) of a head's channels."""
+    return lax.rsqrt(jnp.sum(x * x) + L2_EPS)
 
 
 def bounded_decay(shifted: jax.Array, rate: jax.Array, lower_bound: float) -> jax.Array:
     """Decay factor exp(lower_bound * sigmoid(rate * (raw + bias)))."""
     return jnp.exp(lower_bound * sigmoid(rate * shifted))
-
-
-def gated_norm(out: jax.Array, gate: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMS norm over the head, weighted and gated by sigmoid(gate)."""
-    scale = lax.rsqrt(jnp.sum(out * out) * (1 / HEAD_DIM) + eps)
-    return out * scale * weight * sigmoid(gate)

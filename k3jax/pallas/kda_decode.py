@@ -104,7 +104,7 @@ def kda_decode_reference(
 class _Scratch:
     """Shared memory of a block."""
 
-    vectors: object  # [warpgroups, 4 (q|k|decay|v), 128] float32
+    vectors: object  # [warpgroups, 4 (q|k|v|decay), 128] float32
     outputs: object  # [128] float32
     are_done: object  # every warpgroup has read its tail and stored its outputs
     state: object = None  # [128, 128] float32, staged tiles only
@@ -154,45 +154,51 @@ def decode_kernel(rows: int, heads: int, dtype, tiles: DecodeTiles, eps: float, 
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(memory.state.at[rows_of(index)], states.at[layer, slot, head, rows_of(index)])
 
-        def convolved(part: int):
-            window = [channels.load(tails.at[layer, slot, j, part, lanes]) for j in range(TAPS - 1)]
-            window.append(channels.load(packed.at[row, part, lanes]))
-            return channels.convolve(
-                window, [channels.load(taps.at[stacked, part, lanes, j]) for j in range(TAPS)], dtype
-            )
+        def columns(index: int):  # a vector over key channels, as the columns of a state tile hold it
+            return plgpu.load(vectors.at[index], layout=layout.reduce(0), optimized=False)
 
-        def across(index: int):  # a vector over key channels, in the columns of a state tile
-            vector = plgpu.load(vectors.at[index], layout=layout.reduce(0), optimized=False)
+        def spread(vector):
             return lax.broadcast_in_dim(vector, (step, HEAD_DIM), (1,))
 
-        @pl.when(slot > 0)
+        # The layer takes part in the condition so that it is loaded beside the slot, not after it.
+        @pl.when((slot > 0) & (layer >= 0))
         def live():
             fetched = [fetch(index) for index in range(num_steps)]
-            q, k, v = (convolved(part) for part in range(3))
+            kept = [[channels.raw(tails.at[layer, slot, j, part, lanes]) for j in range(TAPS - 1)] for part in range(3)]
+            new = [channels.raw(packed.at[row, part, lanes]) for part in range(3)]
+            weights = [[channels.load(taps.at[stacked, part, lanes, j]) for j in range(TAPS)] for part in range(3)]
             shifted = channels.load(decay.at[row, lanes]) + channels.load(dt_bias.at[stacked, lanes])
-            vectors[0] = channels.l2norm(q) * HEAD_DIM**-0.5
-            vectors[1] = channels.l2norm(k)
-            vectors[2] = channels.bounded_decay(shifted, jnp.exp(a_log[stacked, head]), lower_bound)
-            vectors[3] = v
+            gate, scale = channels.load(packed.at[row, 3, lanes]), channels.load(out_norm.at[stacked])
+            rate = jnp.exp(a_log[stacked, head])
             strength = channels.sigmoid(beta[row, head].astype(jnp.float32))
+
+            for part in range(3):
+                window = [x.astype(jnp.float32) for x in (*kept[part], new[part])]
+                vectors[part] = channels.convolve(window, weights[part], dtype)
+            vectors[3] = channels.bounded_decay(shifted, rate, lower_bound)
+            plgpu.commit_smem()
+            q, k, factor = columns(0), columns(1), spread(columns(3))
+            q_scale, k_scale = channels.inverse_norm(q) * HEAD_DIM**-0.5, channels.inverse_norm(k)
+            q, k = spread(q * q_scale), spread(k * k_scale)
             for index in range(num_steps):
-                state = received(index, fetched[index]) * across(2)
-                value = plgpu.load(vectors.at[3, rows_of(index)], layout=layout.reduce(1), optimized=False)
-                pseudo = strength * (value - jnp.sum(state * across(1), axis=1))
-                state += lax.broadcast_in_dim(pseudo, (step, HEAD_DIM), (0,)) * across(1)
+                value = plgpu.load(vectors.at[2, rows_of(index)], layout=layout.reduce(1), optimized=False)
+                state = received(index, fetched[index]) * factor
+                pseudo = strength * (value - jnp.sum(state * k, axis=1))
+                state += lax.broadcast_in_dim(pseudo, (step, HEAD_DIM), (0,)) * k
+                memory.outputs[rows_of(index)] = jnp.sum(state * q, axis=1)
                 send(index, state)
-                memory.outputs[rows_of(index)] = jnp.sum(state * across(0), axis=1)
+            plgpu.commit_smem()
             plgpu.barrier_arrive(memory.are_done)
 
             @pl.when(warpgroup == 0)
             def finish():
                 plgpu.barrier_wait(memory.are_done)
-                gate, weight = channels.load(packed.at[row, 3, lanes]), channels.load(out_norm.at[stacked])
-                out[row, lanes] = channels.gated_norm(channels.load(memory.outputs), gate, weight, eps).astype(dtype)
+                mixed = channels.load(memory.outputs)
+                inverse = lax.rsqrt(jnp.sum(mixed * mixed) * (1 / HEAD_DIM) + eps)
+                normed = mixed * inverse * scale * channels.sigmoid(gate)
+                out[row, lanes] = normed.astype(dtype)
                 for part in range(3):
-                    kept = [channels.raw(tails.at[layer, slot, j, part, lanes]) for j in range(1, TAPS - 1)]
-                    kept.append(channels.raw(packed.at[row, part, lanes]))
-                    for j, x in enumerate(kept):
+                    for j, x in enumerate((*kept[part][1:], new[part])):
                         tails[layer, slot, j, part, lanes] = x
 
             if tiles.is_staged:
@@ -218,7 +224,7 @@ def decode_kernel(rows: int, heads: int, dtype, tiles: DecodeTiles, eps: float, 
         num_threads=tiles.warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
 

@@ -1,8 +1,9 @@
 """Time the KDA decode kernel at K3's shapes on a GPU: one JSON line per batch and tiling.
 
-Cold: calls of one jitted program rotate over layers of a pool larger than the L2 cache; programs are queued back to
-back. `--sweep` times every tiling, otherwise the one the kernel would choose. `launch_us` is the same program with
-every row dead: what a launch costs before any byte moves.
+Cold: calls of one jitted program rotate over layers of a pool larger than the L2 cache. The time of a call is the
+difference between programs of n and 3 n calls, so the cost of starting a program cancels. `--sweep` times every tiling,
+otherwise the one the kernel would choose. `launch_us` is the same program with every row dead: what a launch costs
+before any byte moves.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from k3jax.pallas import kda_decode  # noqa: E402
 from k3jax.pallas.kda_decode import DecodeTiles, StackedParams, Token  # noqa: E402
 
 HEAD_DIM = 128
-COLD_BYTES = 150e6  # touched by one program, against 60 MB of L2
+COLD_BYTES = 120e6  # touched by one program, against 60 MB of L2
 COPY_BYTES_PER_S = 4.10e12  # measured on an H200, read + write
 SWEEP = tuple(
     DecodeTiles(warpgroups=groups, lanes_per_row=lanes, rows_per_step=step, is_staged=staged)
@@ -43,6 +44,8 @@ SWEEP = tuple(
         (2, 8, 32, True),
         (2, 16, 32, True),
         (1, 8, 32, True),
+        (1, 16, 32, True),
+        (2, 16, 16, True),
     )
 )
 
@@ -73,7 +76,8 @@ def measure(batch: int, heads: int, tiles: DecodeTiles) -> dict:
     """Microseconds of a call, its floor and the cost of an empty launch."""
     width = heads * HEAD_DIM
     moved = batch * (2 * width * HEAD_DIM * 4 + 2 * 9 * width * 2 + 6 * width * 2)
-    num_calls = min(128, max(6, math.ceil(COLD_BYTES / moved)))
+    num_layers = min(128, max(3, math.ceil(COLD_BYTES / moved)))
+    repeats = math.ceil(32 / num_layers)
     keys = iter(jax.random.split(jax.random.key(0), 16))
 
     def normal(shape, dtype, scale=1.0):
@@ -85,41 +89,39 @@ def measure(batch: int, heads: int, tiles: DecodeTiles) -> dict:
         normal((batch, heads), jnp.bfloat16),
     )
     params = StackedParams(
-        normal((num_calls, 3, width, 4), jnp.float32, 0.5),
-        normal((num_calls, heads), jnp.float32, 0.5),
-        normal((num_calls, width), jnp.float32),
-        normal((num_calls, HEAD_DIM), jnp.float32),
+        normal((num_layers, 3, width, 4), jnp.float32, 0.5),
+        normal((num_layers, heads), jnp.float32, 0.5),
+        normal((num_layers, width), jnp.float32),
+        normal((num_layers, HEAD_DIM), jnp.float32),
     )
-    state = normal((num_calls, batch + 1, heads, HEAD_DIM, HEAD_DIM), jnp.float32, 0.3)
-    tails = normal((num_calls, batch + 1, 3, 3, width), jnp.bfloat16)
+    state = normal((num_layers, batch + 1, heads, HEAD_DIM, HEAD_DIM), jnp.float32, 0.3)
+    tails = normal((num_layers, batch + 1, 3, 3, width), jnp.bfloat16)
     config = presets.k3()
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def program(slots, state, tails, token, params):
-        outs = []
-        for layer in range(num_calls):
+    def program(repeats, slots, state, tails, token, params):
+        for layer in [*range(num_layers)] * repeats:
             indices = jnp.full(2, layer, jnp.int32)
             out, state, tails = kda_decode.kda_decode_pallas(
                 indices, slots, token, params, state, tails, config, tiles=tiles
             )
-            outs.append(out)
-        return outs[-1], state, tails
+        return out, state, tails
 
+    short, long = (jax.jit(functools.partial(program, n), donate_argnums=(1, 2)) for n in (repeats, 3 * repeats))
     live = jnp.arange(1, batch + 1, dtype=jnp.int32)
     times = {}
     for name, slots in (("us", live), ("launch_us", jnp.zeros_like(live))):
-        samples = []
-        for _ in range(7):
-            out, state, tails = program(slots, state, tails, token, params)
-            out.block_until_ready()
-            start, repeats = time.perf_counter(), 5
-            for _ in range(repeats):
-                out, state, tails = program(slots, state, tails, token, params)
-            out.block_until_ready()
-            samples.append((time.perf_counter() - start) / repeats / num_calls * 1e6)
-        times[name] = round(sorted(samples)[len(samples) // 2], 2)
+        samples = {}
+        for run in (short, long):
+            samples[run] = []
+            for _ in range(12):
+                start = time.perf_counter()
+                out, state, tails = run(slots, state, tails, token, params)
+                out.block_until_ready()
+                samples[run].append(time.perf_counter() - start)
+        cost = {run: sorted(taken[2:])[len(taken[2:]) // 2] for run, taken in samples.items()}
+        times[name] = round((cost[long] - cost[short]) / (2 * repeats * num_layers) * 1e6, 2)
     floor = moved / COPY_BYTES_PER_S * 1e6
-    return {**times, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2), "calls": num_calls}
+    return {**times, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2), "layers": num_layers}
 
 
 if __name__ == "__main__":
