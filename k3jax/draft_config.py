@@ -9,49 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from k3jax.config import ConfigError, K3Config
+from k3jax.draft_fields import need, require, typed
+from k3jax.draft_rope import Rope, read_rope
 
 Attention = Literal["gqa", "mla"]
 Stream = Literal["prefix", "attn_res"]
-RopePairs = Literal["half", "interleaved"]
 ARCHITECTURES = {"DSparkDraftModel", "Qwen3DSparkModel", "K3DSparkModel"}
 MARKOV_NAME = "markov_head.markov_w1.weight"  # every export has it, whatever prefix stands before
 DEFAULT_BLOCK_SIZE = 7  # of MLA drafts, whose files do not name it
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """YaRN extension of rotary frequencies."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.factor < 1 or self.original_max_position_embeddings < 1:
-            raise ConfigError(f"YaRN needs a factor and an original length of at least 1, not {self}")
-
-    @property
-    def growth(self) -> float:
-        """How much longer contexts sharpen attention: 0.1 ln(factor) + 1."""
-        return 0.1 * math.log(self.factor) + 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary positions of a draft. The target has none."""
-
-    theta: float
-    pairs: RopePairs
-    yarn: Yarn | None = None
-    amplitude: float = 1.0  # cos and sin are multiplied by it
-    score_factor: float = 1.0  # on top of head_dim^-0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +76,7 @@ class DraftConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> DraftConfig:
         """Read a parsed `config.json` of any of the three forms. Raises `ConfigError`."""
+        config = typed(config)
         if "transformer_layer_config" in config:
             return cls(**_speculators_fields(config))
         if config.get("model_type") == "k3_dspark" or "K3DSparkModel" in _architectures(config):
@@ -166,11 +137,9 @@ def target_problems(draft: DraftConfig, target: K3Config) -> list[str]:
 # --- the three forms -------------------------------------------------------------------------------------------------
 def _specforge_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Bidirectional GQA; `num_target_layers` is the target's depth; trained on the mix that the next layer reads."""
-    inner = config.get("dflash_config", {})
-    both = {**config, **inner}
-    taps = _taps(both)
-    return _gqa_fields(config, both, causal=bool(both.get("causal", False))) | {
-        "taps": taps,
+    both = {**config, **config.get("dflash_config", {})}
+    return _gqa_fields(config, both, causal=both.get("causal", False)) | {
+        "taps": _taps(both),
         "stream": _stream(both, "attn_res"),
         "target_num_hidden_layers": config.get("num_target_layers"),
     }
@@ -187,7 +156,7 @@ def _speculators_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if layer.get("model_type") != "qwen3":
         raise ConfigError(f"transformer_layer_config.model_type={layer.get('model_type')!r}: only 'qwen3' is supported")
     causal = _window(layer) is not None and not config.get("sliding_window_non_causal", False)
-    both = {**layer, **{key: value for key, value in config.items() if value is not None}}
+    both = {**layer, **config}
     return _gqa_fields(layer, both, causal=causal) | {
         "taps": _taps(both),
         "stream": _stream(both, "prefix"),
@@ -196,17 +165,18 @@ def _speculators_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mla_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Bidirectional MLA; `num_target_layers` counts the taps; trained on the accumulator."""
-    _require(config, {"mla_use_nope": False, "mla_use_output_gate": False, "hidden_act": "silu"})
+    require(config, {"mla_use_nope": False, "mla_use_output_gate": False, "hidden_act": "silu"})
     mla = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    _need(config, *mla)
+    need(config, *mla)
     taps = _taps(config)
     count = config.get("num_target_layers", len(taps))
     if count != len(taps):
         raise ConfigError(f"num_target_layers={count} must be the number of target_layer_ids, {len(taps)}")
-    key_width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    heads, key_width = config.get("num_attention_heads"), config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    require(config, {"num_key_value_heads": heads})
     return _common_fields(config, config) | {
         "attention": "mla",
-        "num_key_value_heads": config["num_attention_heads"],
+        "num_key_value_heads": heads,
         "head_dim": key_width,
         **{name: config[name] for name in mla},
         "block_size": config.get("block_size", DEFAULT_BLOCK_SIZE),
@@ -214,15 +184,15 @@ def _mla_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "taps": taps,
         "stream": _stream(config, "prefix"),
         "target_num_hidden_layers": config.get("target_num_hidden_layers"),
-        "rope": _rope(config, "interleaved"),
+        "rope": read_rope(config, "interleaved"),
     }
 
 
 def _gqa_fields(layer: Mapping[str, Any], both: Mapping[str, Any], *, causal: bool) -> dict[str, Any]:
     """What the two GQA forms share: `layer` has the transformer's fields, `both` the heads' too."""
-    _need(layer, "num_key_value_heads", "head_dim")
-    _need(both, "block_size")
-    _require(both, {"hidden_act": "silu", "attention_bias": False, "attention_mode": "gqa"})
+    need(layer, "num_key_value_heads", "head_dim")
+    need(both, "block_size")
+    require(both, {"hidden_act": "silu", "attention_bias": False, "attention_mode": "gqa"})
     return _common_fields(layer, both) | {
         "attention": "gqa",
         "num_key_value_heads": layer["num_key_value_heads"],
@@ -230,7 +200,7 @@ def _gqa_fields(layer: Mapping[str, Any], both: Mapping[str, Any], *, causal: bo
         "block_size": both["block_size"],
         "causal": causal,
         "sliding_window": _window(layer),
-        "rope": _rope(layer, "half"),
+        "rope": read_rope(layer, "half"),
     }
 
 
@@ -238,10 +208,10 @@ _COMMON = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"
 
 
 def _common_fields(layer: Mapping[str, Any], both: Mapping[str, Any]) -> dict[str, Any]:
-    _need(layer, *_COMMON, "rms_norm_eps", "max_position_embeddings")
-    _need(both, "mask_token_id", "markov_rank")
-    _require(both, {"markov_head_type": "vanilla", "tie_word_embeddings": False, "quantization_config": None})
-    if both.get("draft_vocab_size") not in (None, layer["vocab_size"]):
+    need(layer, *_COMMON, "rms_norm_eps", "max_position_embeddings")
+    need(both, "mask_token_id", "markov_rank")
+    require(both, {"markov_head_type": "vanilla", "tie_word_embeddings": False, "quantization_config": None})
+    if both.get("draft_vocab_size", layer["vocab_size"]) != layer["vocab_size"]:
         raise ConfigError(
             f"draft_vocab_size={both['draft_vocab_size']} must equal vocab_size={layer['vocab_size']}; "
             "reduced draft vocabularies are not supported"
@@ -250,12 +220,12 @@ def _common_fields(layer: Mapping[str, Any], both: Mapping[str, Any]) -> dict[st
         **{name: layer[name] for name in _COMMON},
         "rms_norm_eps": layer["rms_norm_eps"],
         "max_position_embeddings": layer["max_position_embeddings"],
-        "target_hidden_size": both.get("target_hidden_size") or layer["hidden_size"],
-        "tap_norm": bool(both.get("fc_norm", False)),
+        "target_hidden_size": both.get("target_hidden_size", layer["hidden_size"]),
+        "tap_norm": both.get("fc_norm", False),
         "mask_token_id": both["mask_token_id"],
         "markov_rank": both["markov_rank"],
-        "has_confidence": bool(both.get("enable_confidence_head", False)),
-        "confidence_reads_markov": bool(both.get("confidence_head_with_markov", False)),
+        "has_confidence": both.get("enable_confidence_head", False),
+        "confidence_reads_markov": both.get("confidence_head_with_markov", False),
     }
 
 
@@ -270,7 +240,7 @@ def _taps(config: Mapping[str, Any]) -> tuple[int, ...]:
     ):
         ids = config.get(name)
         if ids is not None:
-            if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
+            if not all(type(i) is int for i in ids):
                 raise ConfigError(f"{name}={ids!r} must be a list of integers")
             found[name] = tuple(i - shift for i in ids)
     if not found:
@@ -281,7 +251,7 @@ def _taps(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _stream(config: Mapping[str, Any], default: Stream) -> Stream:
-    stream = config.get("aux_hidden_stream") or default
+    stream = config.get("aux_hidden_stream", default)
     if stream not in ("prefix", "attn_res"):
         raise ConfigError(f"aux_hidden_stream={stream!r} is unknown: it must be prefix or attn_res")
     return stream
@@ -289,67 +259,21 @@ def _stream(config: Mapping[str, Any], default: Stream) -> Stream:
 
 def _window(layer: Mapping[str, Any]) -> int | None:
     """The window of all layers. A model of both kinds of layers is refused."""
-    default = "sliding_attention" if layer.get("use_sliding_window") else "full_attention"
-    kinds = set(layer.get("layer_types") or [default])
+    switch, window = layer.get("use_sliding_window"), layer.get("sliding_window")
+    kinds = set(layer.get("layer_types", ["sliding_attention" if switch else "full_attention"]))
     if kinds == {"full_attention"}:
         return None
-    window = layer.get("sliding_window")
-    if kinds != {"sliding_attention"} or not window:
+    if kinds != {"sliding_attention"} or not window or switch is False:
         raise ConfigError(
-            f"layer_types={sorted(kinds)} with sliding_window={window!r} is not supported: all layers must be "
-            "full_attention, or all sliding_attention with a window"
+            f"layer_types={sorted(map(str, kinds))} with sliding_window={window!r} and use_sliding_window={switch!r} "
+            "is not supported: all layers must be full_attention, or all sliding_attention with a window"
         )
     return window
 
 
-def _rope(layer: Mapping[str, Any], pairs: RopePairs) -> Rope:
-    """`rope_parameters`, or the older `rope_scaling` with `rope_theta` beside it.
-
-    YaRN multiplies either cos and sin (Hugging Face's convention), or, where `mscale_all_dim` is given, the scores
-    (DeepSeek's): cos and sin then get only the ratio of the two scales.
-    """
-    parameters = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta", layer.get("rope_theta"))
-    if not isinstance(theta, int | float) or theta <= 1:
-        raise ConfigError(f"rope_theta={theta!r} must be a number above 1")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return Rope(theta=float(theta), pairs=pairs)
-    if kind != "yarn":
-        raise ConfigError(f"rope_type={kind!r} is not supported; use default or yarn")
-    _need(parameters, "factor", "original_max_position_embeddings")
-    yarn = Yarn(
-        factor=float(parameters["factor"]),
-        original_max_position_embeddings=parameters["original_max_position_embeddings"],
-        beta_fast=float(parameters.get("beta_fast", 32.0)),
-        beta_slow=float(parameters.get("beta_slow", 1.0)),
-    )
-
-    def scale(mscale: float) -> float:
-        return 1.0 + mscale * (yarn.growth - 1.0)
-
-    all_dim = parameters.get("mscale_all_dim")
-    if all_dim:
-        amplitude, score = scale(parameters.get("mscale", 1.0)) / scale(all_dim), scale(all_dim) ** 2
-    else:
-        amplitude, score = parameters.get("attention_factor") or yarn.growth, 1.0
-    return Rope(theta=float(theta), pairs=pairs, yarn=yarn, amplitude=amplitude, score_factor=score)
-
-
 def _architectures(config: Mapping[str, Any]) -> set[str]:
-    return {name for name in config.get("architectures") or () if isinstance(name, str)}
-
-
-def _need(config: Mapping[str, Any], *names: str) -> None:
-    missing = [name for name in names if config.get(name) is None]
-    if missing:
-        raise ConfigError(f"the draft's config.json lacks {', '.join(missing)}")
-
-
-def _require(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if config.get(name, value) != value:
-            raise ConfigError(f"{name}={config[name]!r} is not supported in a draft; only {value!r} is")
+    names = config.get("architectures")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
@@ -357,9 +281,8 @@ def _check_sizes(config: DraftConfig) -> None:
     mla = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = (*_COMMON, "num_key_value_heads", "head_dim", "target_hidden_size", "block_size", "markov_rank")
     for name in (*sizes, "max_position_embeddings", *(mla if config.attention == "mla" else ())):
-        value = getattr(config, name)
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{name}={value!r} of the draft must be a positive integer")
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name}={getattr(config, name)} of the draft must be positive")
     if config.attention == "gqa" and config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"num_attention_heads={config.num_attention_heads} must be a multiple of "

@@ -1,5 +1,7 @@
 """Draft configurations: what the three published forms mean, and what is refused."""
 
+import contextlib
+import copy
 import json
 import math
 
@@ -128,12 +130,15 @@ def test_a_draft_is_recognised_by_its_tensors_too():
             {"target_layer_ids": [2, 23, 47]},
             "num_target_layers=5 must be the number of target_layer_ids, 3",
         ),
-        ("torchspec", {"target_layer_ids": "2"}, "must be a list of integers"),
+        ("torchspec", {"target_layer_ids": "2"}, "must be a list"),
+        ("torchspec", {"target_layer_ids": [2, 23, 47, 71, "89"]}, "must be a list of integers"),
+        ("torchspec", {"num_key_value_heads": 8}, "num_key_value_heads=8 is not supported in a draft; only 64 is"),
+        ("torchspec", {"rope_theta": 1e6}, "rope_theta must be given once"),
         ("torchspec", {"eagle_aux_hidden_state_layer_ids": [2, 23, 47, 71, 89]}, "lists of taps disagree"),
         ("torchspec", {"mla_use_nope": True}, "mla_use_nope=True is not supported"),
         ("torchspec", {"mla_use_output_gate": True}, "mla_use_output_gate=True is not supported"),
         ("torchspec", {"aux_hidden_stream": "attnres"}, "aux_hidden_stream='attnres' is unknown"),
-        ("torchspec", {"kv_lora_rank": 0}, "kv_lora_rank=0 of the draft must be a positive integer"),
+        ("torchspec", {"kv_lora_rank": 0}, "kv_lora_rank=0 of the draft must be positive"),
         ("torchspec", {"qk_rope_head_dim": 63}, "the rotated width 63 must be even"),
         ("speculators", {"aux_hidden_state_layer_ids": [0, 48, 72, 88, 92]}, "must lie in the target's layers"),
         ("speculators", {"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3' is not supported"),
@@ -141,23 +146,47 @@ def test_a_draft_is_recognised_by_its_tensors_too():
         ("speculators", {"draft_vocab_size": 32000}, "draft_vocab_size=32000 must equal vocab_size=163840"),
         ("speculators", {"layer_types": ["full_attention", "sliding_attention"]}, "all layers must be"),
         ("speculators", {"sliding_window": None}, "all layers must be"),
+        ("speculators", {"use_sliding_window": False}, "all layers must be"),
         ("speculators", {"num_key_value_heads": 7}, "must be a multiple of num_key_value_heads=7"),
         ("speculators", {"block_size": ...}, "lacks block_size"),
         ("specforge", {"mask_token_id": 163840}, "mask_token_id=163840 is outside the vocabulary"),
         ("specforge", {"markov_head_type": "rnn"}, "markov_head_type='rnn' is not supported"),
-        ("specforge", {"markov_rank": 0}, "markov_rank=0 of the draft must be a positive integer"),
+        ("specforge", {"markov_rank": 0}, "markov_rank=0 of the draft must be positive"),
         ("specforge", {"attention_bias": True}, "attention_bias=True is not supported"),
         ("specforge", {"target_layer_ids": ...}, "target_layer_ids is missing"),
         ("specforge", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type='llama3'"),
-        ("specforge", {"rope_parameters": {"rope_type": "default"}}, "rope_theta=None must be a number"),
+        (
+            "specforge",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_theta must be given once, above 1; found none",
+        ),
         ("specforge", {"rms_norm_eps": 1.5}, "rms_norm_eps=1.5 must lie between 0 and 1"),
-        ("specforge", {"hidden_size": True}, "hidden_size=True of the draft must be a positive integer"),
+        ("specforge", {"hidden_size": True}, "hidden_size=True of the draft must be an integer"),
     ],
 )
 def test_a_draft_that_would_run_wrongly_is_refused_by_name(form, changes, message):
     with pytest.raises(ConfigError) as error:
         DraftConfig.from_hf(changed(PUBLISHED[form], **changes))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, -1, 0, 1.5, True, "x", [], ["x"], {}, {"x": 1}], ids=repr)
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_a_field_of_any_other_type_is_read_or_refused_but_never_crashes(form, value):
+    def places(config, path=()):
+        for name, inner in config.items():
+            yield (*path, name)
+            if isinstance(inner, dict):
+                yield from places(inner, (*path, name))
+
+    for *path, name in places(PUBLISHED[form]):
+        config = holder = copy.deepcopy(PUBLISHED[form])
+        for step in path:
+            holder = holder[step]
+        holder[name] = value
+        with contextlib.suppress(ConfigError):
+            draft = DraftConfig.from_hf(config)
+            assert all(type(tap) is int for tap in draft.taps) and draft.confidence_width > 0
 
 
 def test_another_model_is_no_draft(tmp_path):
