@@ -15,7 +15,7 @@ from k3jax.checkpoint_reader import INDEX_FILE, Checkpoint, LoadError, open_chec
 from k3jax.conversion import layout as layouts
 from k3jax.conversion import side_files, units
 from k3jax.conversion.checks import check_source
-from k3jax.conversion.jobs import Need, Options, Watch, WorkItem, identity, remove, run_items
+from k3jax.conversion.jobs import Need, Options, Watch, WorkItem, check_need, identity, remove, run_items
 from k3jax.conversion.orbax_writer import sync, write_unit
 from k3jax.conversion.partial_folder import ConversionError, PartialFolder
 from k3jax.conversion.recipes import Output, Recipe, plan_recipes
@@ -53,8 +53,9 @@ def to_orbax(
             unit = write_unit(folder, planned[item.name], stream)
             return None if unit is None else [orbax_store.leaf_to_json(leaf) for leaf in unit.leaves]
 
-        run_items(partial, items, checkpoint, rules, options, watch, _side_bytes(checkpoint, names, written), write)
+        check_need(partial, items, checkpoint, options, watch, _side_bytes(checkpoint, names, written))
         digests = side_files.copy_side_files(checkpoint.folder, names, folder, written)
+        run_items(partial, items, checkpoint, rules, options, watch, write)
         manifest = orbax_store.Manifest(
             units=tuple(
                 orbax_store.Unit(path=i.name, leaves=tuple(map(orbax_store.leaf_from_json, partial.done[i.name])))
@@ -92,8 +93,9 @@ def to_hf(
             digests = _write_shard(folder / item.name, layout, item, stream)
             return None if stream.faults else digests
 
-        run_items(partial, items, checkpoint, rules, options, watch, _side_bytes(checkpoint, names, files), write)
+        check_need(partial, items, checkpoint, options, watch, _side_bytes(checkpoint, names, files))
         side_files.copy_side_files(checkpoint.folder, names, folder, files)
+        run_items(partial, items, checkpoint, rules, options, watch, write)
         if layout.index is not None:
             side_files.write_file(folder / INDEX_FILE, layout.index)
         _demand_whole(folder, {"files": list(_shard_problems(folder, by_shard))}, partial)
@@ -136,11 +138,12 @@ def _write_shard(path: Path, layout: layouts.Layout, item: WorkItem, stream: Str
     try:
         file.write(layout.headers[item.name], 0)
         digests = stream.run(item.recipes, extents)
+        file.sync()
     finally:
-        file.finish()
+        file.close()
     if not stream.faults:
         temporary.rename(path)
-        sync([path.parent])
+        sync(path.parent)
     return digests
 
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +90,16 @@ def known_digests(checkpoint: Checkpoint) -> dict[str, str]:
     return {tensor.name: tensor.sha256 for tensor in read_manifest(checkpoint.folder).tensors()}
 
 
-def run_items(
+def check_need(
     partial: PartialFolder,
-    items: Iterable[WorkItem],
+    items: Sequence[WorkItem],
     checkpoint: Checkpoint,
-    rules: ContentRules,
     options: Options,
     watch: Watch,
     side_bytes: int,
-    write: Callable[[WorkItem, Stream], Any | None],
 ) -> None:
-    """Do what is not done yet and record it. `write` gives the record, or None when it met refused content.
-
-    Raises `LoadError` with all refused content after removing the partial folder, `ConversionError` when the disk is
-    too small, `InterruptedConversion` when asked to stop.
-    """
-    items = list(items)
-    read_bytes = {item.name: _input_bytes(checkpoint, item) for item in items}
-    done = sum(read_bytes[item.name] for item in items if item.name in partial.done)
-    total = sum(read_bytes.values())
-    need = _need(items, partial, checkpoint, options, watch, side_bytes, done)
+    """Announce what is needed. Raises `ConversionError` when the disk is too small."""
+    need = _need(partial, items, checkpoint, options, watch, side_bytes)
     if watch.announce:
         watch.announce(need)
     if need.disk_bytes > need.free_bytes:
@@ -117,6 +107,24 @@ def run_items(
             f"not enough disk for {partial.target}: {need.disk_bytes:,} bytes are needed, {need.free_bytes:,} are "
             "free. Free some, or choose a target on another disk."
         )
+
+
+def run_items(
+    partial: PartialFolder,
+    items: Sequence[WorkItem],
+    checkpoint: Checkpoint,
+    rules: ContentRules,
+    options: Options,
+    watch: Watch,
+    write: Callable[[WorkItem, Stream], Any | None],
+) -> None:
+    """Do what is not done yet and record it. `write` gives the record, or None when it met refused content.
+
+    Raises `LoadError` with all refused content after removing the partial folder, `InterruptedConversion` when asked
+    to stop.
+    """
+    total = sum(_input_bytes(checkpoint, item) for item in items)
+    done = _resumed_bytes(partial, items, checkpoint)
 
     def on_bytes(count: int) -> None:
         nonlocal done
@@ -150,14 +158,17 @@ def _input_bytes(checkpoint: Checkpoint, item: WorkItem) -> int:
     return sum(checkpoint.tensors[name].num_bytes for recipe in item.recipes for name in recipe.inputs)
 
 
+def _resumed_bytes(partial: PartialFolder, items: Sequence[WorkItem], checkpoint: Checkpoint) -> int:
+    return sum(_input_bytes(checkpoint, item) for item in items if item.name in partial.done)
+
+
 def _need(
-    items: list[WorkItem],
     partial: PartialFolder,
+    items: Sequence[WorkItem],
     checkpoint: Checkpoint,
     options: Options,
     watch: Watch,
     side_bytes: int,
-    resumed_bytes: int,
 ) -> Need:
     left = sum(item.disk_bytes for item in items if item.name not in partial.done)
     # A conversion holds its inputs and outputs, and compiled code several copies of them in float32.
@@ -169,7 +180,7 @@ def _need(
         + options.workers * (options.slice_bytes + 6 * largest),
         disk_bytes=int(left * SPARE_DISK) + side_bytes,
         free_bytes=watch.free_bytes(partial.folder),
-        resumed_bytes=resumed_bytes,
+        resumed_bytes=_resumed_bytes(partial, items, checkpoint),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from k3jax.conversion.recipes import Output
-from k3jax.conversion.streaming import Extent, Stream
+from k3jax.conversion.streaming import Extent, Stream, in_parallel
 from k3jax.conversion.units import PlannedUnit
 from k3jax.orbax_store import Leaf, Unit
 
@@ -122,16 +122,16 @@ def _with_digests(leaf: Leaf, digests: dict[str, str]) -> Leaf:
 
 def sync_folder(folder: Path) -> None:
     """Force a folder's small files and all its entries to the disk; chunk files are there already."""
-    for place, _, files in os.walk(folder):
-        sync(Path(place) / name for name in files if not name.startswith("c."))
-        sync([Path(place)])
-    sync([folder.parent])
+    small = [folder, folder.parent, folder.parent.parent]
+    for place, folders, files in os.walk(folder):
+        small += [Path(place) / name for name in [*folders, *files] if not name.startswith("c.")]
+    in_parallel(sync, small)
 
 
-def sync(paths: Iterable[Path]) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -70,7 +70,7 @@ class PartialFolder:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.ftruncate(self._descriptor, 0)
             self.folder.mkdir()
-            sync([self.folder.parent])
+            sync(self.folder.parent)
             self._append(self._identity)
             return
         if lines[0] != self._identity:
@@ -95,9 +95,9 @@ class PartialFolder:
 
     def finish(self) -> None:
         """Give the folder its name. A kill between the two steps leaves a journal that means nothing."""
-        sync([self.folder])
+        sync(self.folder)
         self.folder.rename(self.target)
-        sync([self.target.parent])
+        sync(self.target.parent)
         self.journal.unlink()
 
     def discard(self) -> None:

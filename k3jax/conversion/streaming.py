@@ -21,7 +21,8 @@ from k3jax.conversion.experts import NAN_SCALE, InvalidValuesError
 from k3jax.conversion.recipes import Output, Recipe
 
 SLICE_BYTES = 16 * 2**20
-SYNC_BYTES = 32 * 2**20  # dirty bytes of a file before a thread waits for the disk
+SYNC_BYTES = 128 * 2**20  # written bytes that may wait for the disk before a thread waits with them
+SYNC_FILES = 64
 
 
 class InterruptedConversion(Exception):  # noqa: N818 - it is no error
@@ -29,14 +30,15 @@ class InterruptedConversion(Exception):  # noqa: N818 - it is no error
 
 
 class OutputFile:
-    """A file of known size that threads write at different places. Nothing counts as written before `finish`."""
+    """A file of known size that threads write at different places. Only after `sync` has it survived a power cut."""
 
     def __init__(self, path: Path, num_bytes: int):
-        self.path = path
         self._descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
         self._unsynced = 0
-        if num_bytes:
-            os.posix_fallocate(self._descriptor, 0, num_bytes)  # a full disk shows now, and the file stays in one piece
+        if num_bytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._descriptor, 0, num_bytes)  # a full disk shows now; the file stays in one piece
+        elif num_bytes:
+            os.ftruncate(self._descriptor, num_bytes)
 
     def write(self, data: memoryview | bytes, offset: int) -> None:
         view = memoryview(data)
@@ -46,14 +48,50 @@ class OutputFile:
             self._unsynced += done
         if self._unsynced >= SYNC_BYTES:
             self._unsynced = 0  # threads may lose a count to each other: it only paces the disk
-            os.fdatasync(self._descriptor)
+            self.sync()
 
-    def finish(self) -> None:
+    def sync(self) -> None:
         os.fsync(self._descriptor)
+
+    def close(self) -> None:
         os.close(self._descriptor)
 
-    def abandon(self) -> None:
-        os.close(self._descriptor)
+
+class _Unsynced:
+    """Closed files whose bytes may not be on the disk. A few are forced out together: alone, each new file would cost
+    the file system a commit of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: list[OutputFile] = []
+        self._bytes = 0
+
+    def add(self, file: OutputFile, num_bytes: int) -> None:
+        with self._lock:
+            self._files.append(file)
+            self._bytes += num_bytes
+            if self._bytes < SYNC_BYTES and len(self._files) < SYNC_FILES:
+                return
+            files, self._files, self._bytes = self._files, [], 0
+        _sync_and_close(files)
+
+    def flush(self) -> None:
+        with self._lock:
+            files, self._files, self._bytes = self._files, [], 0
+        _sync_and_close(files)
+
+
+def _sync_and_close(files: list[OutputFile]) -> None:
+    in_parallel(OutputFile.sync, files)
+    for file in files:
+        file.close()
+
+
+def in_parallel[T](act: Callable[[T], None], items: Iterable[T]) -> None:
+    """Many small waits for the disk at once, which it serves together."""
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(act, items):
+            pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,8 +108,8 @@ class Extent:
 class Sink:
     """Writes one tensor's bytes in order into its extents."""
 
-    def __init__(self, extents: Iterable[Extent]):
-        self._extents = iter(extents)
+    def __init__(self, extents: Iterable[Extent], unsynced: _Unsynced):
+        self._extents, self._unsynced = iter(extents), unsynced
         self._extent: Extent | None = None
         self._file: OutputFile | None = None
         self._written = 0
@@ -88,7 +126,7 @@ class Sink:
             data = data[len(part) :]
             if self._written == extent.num_bytes:
                 if extent.shared is None:
-                    file.finish()
+                    self._unsynced.add(file, extent.num_bytes)
                 self._extent = self._file = None
 
     def _open_next(self) -> None:
@@ -99,7 +137,7 @@ class Sink:
 
     def abandon(self) -> None:
         if self._file is not None and self._extent is not None and self._extent.shared is None:
-            self._file.abandon()
+            self._file.close()
 
     @property
     def is_full(self) -> bool:
@@ -146,6 +184,7 @@ class Stream:
         self._stop, self._on_bytes = stop or threading.Event(), on_bytes
         self._failed = threading.Event()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
+        self._unsynced = _Unsynced()
         self._local = threading.local()
         self._lock = threading.Lock()
 
@@ -157,20 +196,24 @@ class Stream:
         self._pool.shutdown(cancel_futures=True)
 
     def run(self, recipes: Iterable[Recipe], extents: Callable[[Output], Iterable[Extent]] | None) -> dict[str, str]:
-        """SHA-256 of every output, which is written into `extents(output)`, or nowhere when that is None."""
+        """SHA-256 of every output, which is on the disk in `extents(output)`, or nowhere when that is None.
+
+        Bytes in a file that several outputs share are left to the caller to sync.
+        """
         futures = [self._pool.submit(self._one, recipe, extents) for recipe in recipes]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             self._failed.set()  # the others end at their next slice
             wait([future for future in futures if not future.cancel()])
             self._failed.clear()
+        self._unsynced.flush()
         errors = [e for future in futures if not future.cancelled() and (e := future.exception())]
         if errors:
             raise next((e for e in errors if not isinstance(e, InterruptedConversion)), errors[0])
         return {name: digest for future in futures for name, digest in future.result().items()}
 
     def _one(self, recipe: Recipe, extents: Callable[[Output], Iterable[Extent]] | None) -> dict[str, str]:
-        sinks = {output: Sink(extents(output)) for output in recipe.outputs} if extents else {}
+        sinks = {output: Sink(extents(output), self._unsynced) for output in recipe.outputs} if extents else {}
         try:
             found = self._copy(recipe, sinks) if recipe.convert is None else self._convert(recipe, sinks)
             assert self.faults or all(sink.is_full for sink in sinks.values()), recipe
@@ -236,7 +279,7 @@ class Stream:
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 end = offset + num_bytes
-                os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_SEQUENTIAL)
+                _advise(descriptor, offset, num_bytes, "POSIX_FADV_SEQUENTIAL")
                 while offset < end:
                     if self._stop.is_set() or self._failed.is_set():
                         raise InterruptedConversion
@@ -255,7 +298,7 @@ class Stream:
                         with self._lock:
                             self._on_bytes(done)
                 # The source is read once; its pages would push out what others on the machine use.
-                os.posix_fadvise(descriptor, end - num_bytes, num_bytes, os.POSIX_FADV_DONTNEED)
+                _advise(descriptor, end - num_bytes, num_bytes, "POSIX_FADV_DONTNEED")
             finally:
                 os.close(descriptor)
 
@@ -267,3 +310,9 @@ class Stream:
     def _add_fault(self, fault: str) -> None:
         with self._lock:
             self.faults.append(fault)
+
+
+def _advise(descriptor: int, offset: int, num_bytes: int, advice: str) -> None:
+    """Tell the page cache what comes, where the system can."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, num_bytes, getattr(os, advice))
