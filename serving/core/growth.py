@@ -16,6 +16,8 @@ def cover(state: SchedulerState, request: LiveRequest, num_positions: int, draft
     if missing <= 0:
         return True
     while (pages := state.cache.allocate_pages(missing)) is None:
+        if state.cache.reclaim_duplicates(request):
+            continue
         draft.is_short_of_pages = True
         victim = _youngest_after(state, request)
         if victim is None:

@@ -100,7 +100,7 @@ class PrefixCache:
     def publish(self, request: LiveRequest, end: int) -> None:
         """Enter the full pages of a request up to position `end`: they are written, or a step that does is on its way.
 
-        A page whose content is there already stays private; the request reads both.
+        Where the content is there already and others read it, the request's own page stays private for the time.
         """
         node, size = request.node, self.page_size
         if node.is_dropped:
@@ -118,9 +118,20 @@ class PrefixCache:
                 request.published.append(child)
             elif child.readers == 0:
                 self.num_idle_pages -= 1
+                self._swap_page(child, request)
             child.readers += 1
             node = child
         request.node = node
+
+    def reclaim_duplicates(self, request: LiveRequest) -> bool:
+        """Give back pages whose content a request has in pages of its own and nobody else reads; False without any."""
+        node, has_freed = request.node, False
+        while node.parent is not None:
+            if node.readers == 1 and node.page != request.pages[node.num_tokens // self.page_size - 1]:
+                self._swap_page(node, request)
+                has_freed = True
+            node = node.parent
+        return has_freed
 
     def attach(self, node: PrefixNode, slot: int, request: LiveRequest) -> bool:
         """Make `slot`, with a state that `request` computed, the checkpoint of `node`.
@@ -223,10 +234,12 @@ class PrefixCache:
             if node.checkpoint and node.checkpoint_by == request.arrival:
                 self._drop_checkpoint(node)
         doomed = {node for node in request.published if not node.is_dropped}
-        if not doomed:
+        # Its checkpoints may hang on pages of others; whoever started there has written what follows.
+        starts = set(request.checkpointed)
+        if not doomed and not starts:
             return doomed
         for node in self._index.values():
-            if node.parent in doomed:
+            if node.parent in doomed or node.parent in starts:
                 doomed.add(node)
         for node in [node for node in self._index.values() if node in doomed]:
             self._drop(node)
@@ -301,6 +314,14 @@ class PrefixCache:
         # Without a checkpoint behind it a page saves nothing, until the junction is seen again.
         value = node.saved / (self._page_bytes + self._slot_bytes) if node.checkpoint else 0.0
         node.page_ticket = self._page_order.enter(node, value)
+
+    def _swap_page(self, node: PrefixNode, request: LiveRequest) -> None:
+        """Let the request's own page stand for `node`, whose page nobody reads."""
+        page = request.pages[node.num_tokens // self.page_size - 1]
+        if page != node.page:
+            self.pages.release((node.page,))
+            node.page = page
+            request.published.append(node)
 
     def _evict_checkpoint(self) -> bool:
         node = self._slot_order.pop()

@@ -218,6 +218,8 @@ class Scheduler:
             if request.row in unknown_to_device:
                 state.take_back(request, is_on_device=False)
             deltas.append(self._end(request, FinishReason.ERROR, error))
+        # Requests aborted since the plan was made have released rows that the device never gave them.
+        state.released[:] = [row for row in state.released if row not in unknown_to_device]
         state.released.extend(dispatched.plan.released)
         return deltas
 
@@ -337,6 +339,8 @@ class Scheduler:
             has_read = reader.node in doomed or reader.resumed_by == request.arrival
             if has_read and not reader.has_good_result:
                 preempt(state, reader)
+                for dispatched in state.in_flight:
+                    dispatched.stale.add(reader)
         return delta
 
     def _end(self, request: LiveRequest, reason: FinishReason, error: str | None = None) -> OutputDelta:
