@@ -84,6 +84,10 @@ class StepLoop:
         self._scheduler.reset_prefix_cache()
         return []
 
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every row, page and slot is accounted for exactly once."""
+        self._scheduler.check_integrity()
+
     def step(self) -> list[OutputDelta] | None:
         """Dispatch the next step, read the oldest one when enough are in flight, and return what that produced.
 

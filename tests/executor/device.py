@@ -19,7 +19,16 @@ from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.sharding.rules import param_shardings
 from k3jax.step import MixedBatch
-from serving.core.types import ExecutorLimits, GenerationRequest, OutputDelta, SamplingParams, StepPlan, StepResult
+from serving.core.types import (
+    ExecutorLimits,
+    GenerationRequest,
+    OutputDelta,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    Transfer,
+    TransferResult,
+)
 from serving.executor import DeviceExecutor
 from serving.state.store import HostMemoryStore, StateStore
 from serving.step_loop import StepLoop
@@ -106,6 +115,15 @@ class Borrowed:
 
     def collect(self) -> StepResult:
         return self.executor.collect()
+
+    def transfer(self, transfer: Transfer) -> None:
+        self.executor.transfer(transfer)
+
+    def finished_transfers(self, wait_s: float = 0.0) -> tuple[TransferResult, ...]:
+        return self.executor.finished_transfers(wait_s)
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        self.executor.forget(keys)
 
     def reset(self) -> None:
         self.executor.reset()
