@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from k3jax.checkpoint_reader import DTYPES, Checkpoint, StoredTensor
+from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, SINGLE_FILE, Checkpoint, StoredTensor
 
 MANIFEST_FILE = "manifest.json"
 LAYOUT_FOLDER = "source_layout"  # headers and index of the files that the tensors came from
@@ -100,8 +100,10 @@ class Leaf:
                 yield tensor.name, StoredTensor(self.chunk_file(folder, chunk), self.dtype, tensor.shape, 0)
             return
         files = tuple(self.chunk_file(folder, chunk) for chunk in range(self.num_chunks))
-        blocks, rows = (files, self.chunk_rows) if len(files) > 1 else ((), 0)
-        yield self.tensors[0].name, StoredTensor(files[0], self.dtype, self.shape, 0, blocks, rows)
+        tensor = StoredTensor(self.chunk_file(folder, 0), self.dtype, self.shape, 0)
+        if len(files) > 1:
+            tensor = dataclasses.replace(tensor, blocks=files, block_rows=self.chunk_rows)
+        yield self.tensors[0].name, tensor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +145,9 @@ class Manifest:
 
 
 def is_orbax_folder(folder: Path) -> bool:
-    """Whether a manifest is there; it is the last thing a conversion writes."""
-    return (folder / MANIFEST_FILE).is_file()
+    """Whether a manifest is there, which a conversion writes last, and not the weights of a Hugging Face folder."""
+    weights = (folder / INDEX_FILE, folder / SINGLE_FILE)
+    return (folder / MANIFEST_FILE).is_file() and not any(path.exists() for path in weights)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -33,9 +33,10 @@ def side_files(checkpoint: Checkpoint) -> list[str]:
 
 def stray_shards(checkpoint: Checkpoint) -> list[str]:
     """Weight files beside those in use: of another export, or forgotten by the index."""
-    if is_orbax_folder(checkpoint.folder) or checkpoint.lost:
-        return []  # a file that cannot be read is reported as such
+    if is_orbax_folder(checkpoint.folder):
+        return []
     used = {tensor.file for tensor in checkpoint.tensors.values()}
+    # One that cannot be read is reported as such.
     unreadable = {problem.split(" ", 1)[0] for problem in checkpoint.problems.get("files", [])}
     found = [path for path in checkpoint.folder.iterdir() if is_stray_shard(path, checkpoint.folder)]
     return sorted(path.name for path in found if path not in used and path.name not in unreadable)
@@ -47,6 +48,8 @@ def is_stray_shard(path: Path, folder: Path) -> bool:
 
 def reserved_names(checkpoint: Checkpoint) -> list[str]:
     """Side files that would lie where the result has its own."""
+    if is_orbax_folder(checkpoint.folder):
+        return []
     return [name for name in side_files(checkpoint) if name.split("/")[0] in _RESERVED]
 
 
