@@ -17,10 +17,11 @@ from k3jax.memory_estimate import RankMemory, parameter_bytes, rank_memory
 from k3jax.sharding.collectives import Parallel
 from k3jax.sharding.mesh import AXES
 from k3jax.sharding.rules import check_divisible, choose_parallel
-from serving.sizing import MEMORY_FRACTION, WORKSPACE_SHARE
+from serving.config import ConfigError as ServeConfigError
+from serving.config import ServeConfig
+from serving.sizing import MEMORY_FRACTION, plan_sizes
 
 HELP = "configuration, totals by part and dtype, missing and unknown names, memory per rank"
-GPU_ROWS = 256  # requests at once that a server on a GPU makes room for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-memory-gb", type=float, metavar="GB", help="memory of one device in 10^9 bytes: says whether it fits"
     )
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=GPU_ROWS, help=f"requests at once, a slot each (default: {GPU_ROWS})"
-    )
+    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests at once (default: the server's)")
     parser.add_argument("--target", type=Path, metavar="FOLDER", help="the target that a draft must fit")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
@@ -75,7 +74,7 @@ def _against(found: Inspection, target: Path) -> dict[str, list[str]]:
 def estimate(found: Inspection, args: argparse.Namespace) -> dict[str, Any]:
     """Bytes per rank in bfloat16, and what is left of a device. Raises `ConfigError` for a mesh that cannot be."""
     for flag, value in (("--tp", args.tp), ("--dcp", args.dcp), ("--max-num-seqs", args.max_num_seqs)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"{flag}={value} must be at least 1")
     if args.device_memory_gb is not None and args.device_memory_gb <= 0:
         raise ConfigError(f"--device-memory-gb={args.device_memory_gb} must be positive")
@@ -98,25 +97,43 @@ def estimate(found: Inspection, args: argparse.Namespace) -> dict[str, Any]:
         "cache_bytes_per_token": memory.token,
         "cache_bytes_per_request": memory.slot,
     }
-    if args.device_memory_gb is not None:
-        result |= _fit(memory, args.device_memory_gb, args.max_num_seqs)
-    return result
+    if args.device_memory_gb is None:
+        return result
+    limit = int(args.device_memory_gb * 1e9 * MEMORY_FRACTION)
+    left = limit - memory.parameters
+    result |= {"device_memory_gb": args.device_memory_gb, "left_bytes": left}
+    if left < 0:
+        return result | {"fits": False, "reason": f"the server may use {limit:,} bytes, the parameters take more"}
+    if isinstance(model, K3Config):
+        device = _Device(bytes_limit=limit, bytes_in_use=memory.parameters)
+        return result | _fit(found.source, model, parallel, device, args.max_num_seqs)
+    return result | {"fits": True}
 
 
-def _fit(memory: RankMemory, device_memory_gb: float, num_rows: int) -> dict[str, Any]:
-    """As `serving.sizing` divides a GPU: workspace, weights, a slot per row and the null slot, the rest pages."""
-    budget = int(device_memory_gb * 1e9 * MEMORY_FRACTION * (1 - WORKSPACE_SHARE))
-    slots = (num_rows + 1) * memory.slot
-    rest = budget - memory.parameters - slots
-    pages = max(rest // memory.page - 1, 0) if memory.page else 0  # the null page holds nothing
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Device:
+    """What `plan_sizes` asks of a GPU, with the weights on it."""
+
+    bytes_limit: int
+    bytes_in_use: int
+    platform: str = "gpu"
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": self.bytes_limit, "bytes_in_use": self.bytes_in_use}
+
+
+def _fit(source: Path, model: K3Config, parallel: Parallel, device: _Device, num_rows: int | None) -> dict[str, Any]:
+    """How the server would divide the device, or why it would not start."""
+    try:
+        sizes = plan_sizes(ServeConfig(model=str(source), max_num_seqs=num_rows), model, jnp.bfloat16, parallel, device)
+    except ServeConfigError as error:
+        return {"fits": False, "reason": str(error)}
+    shape = sizes.cache_shape
     return {
-        "device_memory_gb": device_memory_gb,
-        "budget_bytes": budget,
-        "max_num_seqs": num_rows,
-        "slot_bytes": slots,
-        "left_bytes": rest,
-        "cache_tokens": pages * PAGE_SIZE,
-        "missing_bytes": max(0, 2 * memory.page - rest),
+        "fits": True,
+        "max_num_seqs": shape.num_rows,
+        "slots": shape.num_slots - 1,
+        "cache_tokens": (shape.num_pages - 1) * PAGE_SIZE,
     }
 
 
@@ -156,12 +173,13 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
             f"  cache per request   {memory['cache_bytes_per_request']:>20,}",
             f"  cache per token     {memory['cache_bytes_per_token']:>20,.0f}",
         ]
-    if "missing_bytes" not in memory:
+    if "fits" not in memory:
         return lines
     device = f"{memory['device_memory_gb']:g} GB"
-    if memory["missing_bytes"]:
-        return [*lines, f"  does not fit {device}: {memory['missing_bytes']:,} bytes are missing"]
-    rest = f"{memory['left_bytes']:,} bytes are left"
-    if memory["cache_tokens"]:
-        rest += f" beside {memory['max_num_seqs']} requests' slots, {memory['cache_tokens']:,} tokens of cache"
-    return [*lines, f"  fits {device}: {rest}"]
+    if not memory["fits"]:
+        return [*lines, f"  does not fit {device}: {memory['reason']}"]
+    device += f", {memory['left_bytes']:,} bytes beside the parameters"
+    if "slots" not in memory:
+        return [*lines, f"  fits {device}"]
+    pools = f"{memory['cache_tokens']:,} tokens of cache, {memory['slots']} slots"
+    return [*lines, f"  fits {device}: {memory['max_num_seqs']} requests at once, {pools}"]

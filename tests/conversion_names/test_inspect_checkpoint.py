@@ -13,6 +13,7 @@ from k3jax.inspect_checkpoint import UNKNOWN_PART, VISION_PART, inspect
 from k3jax.released_layout import released_tensors, shard_header, shard_name
 from k3jax.vision_names import VisionConfig, projector_shapes, tower_shapes
 from scripts import convert_checkpoint
+from serving.sizing import MEMORY_FRACTION, WORKSPACE_SHARE
 from tests.conversion_names.draft_data import PUBLISHED, write_draft
 from tests.k3jax.golden_data import DATA, TINY8, mini_config, random_tensors, write_checkpoint
 
@@ -136,6 +137,15 @@ def test_a_draft_is_recognised_as_one(tmp_path, capsys, form):
     assert "1, 3, 6 (0-based)" in found["configuration"]["taps"]
 
 
+def test_a_draft_takes_the_estimated_memory_of_a_rank(tmp_path, capsys):
+    folder = write_draft(tmp_path, "torchspec")
+    one = report(capsys, folder)
+    assert one["memory"]["parameter_bytes"] == one["total"]["bytes"]
+    assert report(capsys, folder, "--tp", 4)["memory"]["parameter_bytes"] < one["total"]["bytes"]
+    code, text = run(capsys, folder, "--tp", 3)
+    assert code == 2 and "which 3 ranks do not divide" in text
+
+
 def test_a_draft_is_held_against_its_target(tmp_path, capsys):
     folder = write_draft(tmp_path, "specforge")
     assert run(capsys, folder, "--target", TINY8)[0] == 0
@@ -172,16 +182,32 @@ def test_the_text_report_names_every_part_and_the_verdict(capsys):
 
 
 def test_whether_it_fits_depends_on_the_device(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(presets.demo().to_hf()))
     source = tmp_path / "config.json"
+    source.write_text(json.dumps(presets.demo().to_hf()))
     large = report(capsys, source, "--device-memory-gb", 10)["memory"]
-    assert large["missing_bytes"] == 0 and large["cache_tokens"] > 0
-    assert "fits 10 GB" in run(capsys, source, "--device-memory-gb", 10)[1]
+    assert large["fits"] and large["max_num_seqs"] == 256 and large["slots"] >= 256
+    parameters = large["parameter_bytes"]
+    used = parameters + (large["slots"] + 1) * large["cache_bytes_per_request"]
+    used += large["cache_tokens"] * large["cache_bytes_per_token"]
+    assert 0.9 * 10e9 * MEMORY_FRACTION * (1 - WORKSPACE_SHARE) < used <= 10e9 * MEMORY_FRACTION * (1 - WORKSPACE_SHARE)
+    assert "  fits 10 GB" in run(capsys, source, "--device-memory-gb", 10)[1]
     small = report(capsys, source, "--device-memory-gb", 0.5)["memory"]
-    assert small["missing_bytes"] > 0 and small["cache_tokens"] == 0
+    assert not small["fits"] and "Lower --max-model-len or --max-num-seqs" in small["reason"]
     assert "does not fit 0.5 GB" in run(capsys, source, "--device-memory-gb", 0.5)[1]
-    fewer = report(capsys, source, "--device-memory-gb", 0.5, "--max-num-seqs", 8)["memory"]
-    assert fewer["missing_bytes"] == 0
+    assert report(capsys, source, "--device-memory-gb", 0.5, "--max-num-seqs", 8)["memory"]["fits"]
+
+
+def test_parameters_that_are_too_large_are_the_reason(capsys):
+    memory = report(capsys, TINY8, "--device-memory-gb", 0.003)["memory"]
+    assert not memory["fits"] and memory["left_bytes"] < 0
+    assert "may use 2,700,000 bytes, the parameters take more" in memory["reason"]
+
+
+def test_a_draft_fits_beside_its_parameters(tmp_path, capsys):
+    folder = write_draft(tmp_path, "specforge")
+    assert report(capsys, folder, "--device-memory-gb", 1)["memory"]["fits"]
+    assert "fits 1 GB" in run(capsys, folder, "--device-memory-gb", 1)[1]
+    assert not report(capsys, folder, "--device-memory-gb", 0.0001)["memory"]["fits"]
 
 
 @pytest.mark.slow
