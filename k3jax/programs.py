@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax import cache, params, sampling, token_counts
+from k3jax import cache, page_tables, params, sampling, token_counts
 from k3jax.config import K3Config
 from k3jax.pallas.dispatch import Ops
 from k3jax.sharding import rules
@@ -85,11 +85,20 @@ class StepProgram:
         number = jax.ShapeDtypeStruct((), jnp.int32)
         tokens = jax.ShapeDtypeStruct((token_counts.PIECE,), jnp.int32)
         piece = token_counts.CachedTokens(number, number, number, number, tokens)
-        specs = (cache.row_specs(self.parallel), token_counts.CachedTokens(*(REPLICATED,) * 5))
-        body = functools.partial(token_counts.count_cached, parallel=self.parallel)
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
-        rows = self._placed(cache.row_shapes(self.config, self.cache_shape), specs[0])
-        return jax.jit(mapped, donate_argnums=0).lower(rows, self._placed(piece, specs[1])).compile()
+        return self._row_program(functools.partial(token_counts.count_cached, parallel=self.parallel), piece)
+
+    def put_cached_pages(self) -> jax.stages.Compiled:
+        """The program of `page_tables.put_cached`: (rows, piece) to rows, rows donated."""
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        pages = jax.ShapeDtypeStruct((page_tables.PIECE,), jnp.int32)
+        return self._row_program(page_tables.put_cached, page_tables.CachedPages(number, number, number, pages))
+
+    def _row_program(self, body: Any, piece: Any) -> jax.stages.Compiled:
+        row_specs, piece_specs = cache.row_specs(self.parallel), jax.tree.map(lambda _: REPLICATED, piece)
+        specs = (row_specs, piece_specs)
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=row_specs, check_vma=False)
+        rows = self._placed(cache.row_shapes(self.config, self.cache_shape), row_specs)
+        return jax.jit(mapped, donate_argnums=0).lower(rows, self._placed(piece, piece_specs)).compile()
 
     def compile(self, shape: StepShape) -> jax.stages.Compiled:
         """Compile one bucket ahead of time."""

@@ -82,7 +82,10 @@ def admit(rows: Rows, inputs: StepInputs, extras: StepExtras, null_row: int) -> 
         slot=rows.slot.at[at].set(inputs.admit_slots),
         length=rows.length.at[at].set(inputs.admit_lengths),
         prompt_length=rows.prompt_length.at[at].set(inputs.admit_prompt_length),
-        page_table=rows.page_table.at[at].set(0).at[inputs.page_rows, inputs.page_index].set(inputs.page_ids),
+        page_table=rows.page_table.at[jnp.where(inputs.admit_has_pages > 0, null_row, at)]
+        .set(0)
+        .at[inputs.page_rows, inputs.page_index]
+        .set(inputs.page_ids),
         seed=rows.seed.at[at].set(lax.bitcast_convert_type(inputs.admit_seeds, jnp.uint32)),
         top_k=rows.top_k.at[at].set(inputs.admit_top_k),
         num_logprobs=rows.num_logprobs.at[at].set(inputs.admit_logprobs),

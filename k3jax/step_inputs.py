@@ -51,7 +51,8 @@ class StepShape:
 
     @property
     def max_pages(self) -> int:
-        """Pages a step may append: every decode row one, every chunk its tokens' worth and one more."""
+        """Pages a step may append: every decode row one, every chunk its tokens' worth and one more. Those of a prefix
+        cache are put beforehand."""
         return 2 * self.rows + self.prefill_tokens // PAGE_SIZE
 
     @property
@@ -82,6 +83,7 @@ class StepInputs(NamedTuple):
     admit_slots: Leaf  # [R]
     admit_lengths: Leaf  # [R] tokens that the row's pages and slot hold already
     admit_is_counted: Leaf  # [R] 1: `k3jax.token_counts` has counted those tokens, keep the counts
+    admit_has_pages: Leaf  # [R] 1: `k3jax.page_tables` has put those tokens' pages, keep the table
     admit_prompt_length: Leaf  # [R]
     admit_seeds: Leaf  # [R, 2], bits of uint32
     admit_top_k: Leaf  # [R]
@@ -115,6 +117,7 @@ def layout(shape: StepShape) -> dict[str, tuple[int, ...]]:
         "admit_slots": rows,
         "admit_lengths": rows,
         "admit_is_counted": rows,
+        "admit_has_pages": rows,
         "admit_prompt_length": rows,
         "admit_seeds": (*rows, 2),
         "admit_top_k": rows,

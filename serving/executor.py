@@ -138,6 +138,7 @@ class DeviceExecutor:
         self._pools, self._rows = self._fresh_state()
         with self._watch.counting():
             self._count_cached = program.count_cached()
+            self._put_cached_pages = program.put_cached_pages()
             self._transfers = DeviceTransfers(program, store) if store is not None else None
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._num_logprobs: dict[int, int] = {}
@@ -162,6 +163,7 @@ class DeviceExecutor:
     def _submit(self, plan: StepPlan) -> None:
         shape = executor_plan.choose_bucket(plan, self._shapes)
         inputs = executor_plan.fill(plan, shape, self._program.cache_shape)
+        page_pieces = list(executor_plan.page_pieces(plan, self._program.cache_shape))
         try:
             packed = jax.device_put(pack(inputs), self._replicated)
             extras = self._extras(plan, shape)
@@ -173,6 +175,8 @@ class DeviceExecutor:
             else:
                 self._num_logprobs[admission.row] = admission.sampling.logprobs
         try:
+            for piece in page_pieces:
+                self._rows = self._put_cached_pages(self._rows, jax.device_put(piece, self._replicated))
             for piece in executor_plan.cached_pieces(plan):
                 self._rows = self._count_cached(self._rows, jax.device_put(piece, self._replicated))
             outputs = self._dispatch(shape, packed, extras)

@@ -11,10 +11,12 @@ import numpy as np
 
 from k3jax.cache import MAX_LOGIT_BIAS, PAGE_SIZE, CacheShape
 from k3jax.export_rule import export_refusal
+from k3jax.page_tables import PIECE as PAGE_PIECE
+from k3jax.page_tables import CachedPages
 from k3jax.step_inputs import StepInputs, StepShape, neutral
 from k3jax.token_counts import PIECE, CachedTokens
 from serving.core.seam import StepRejected
-from serving.core.types import PrefillChunk, RowAdmission, StepPlan
+from serving.core.types import PageAppend, PrefillChunk, RowAdmission, StepPlan
 
 ROW_BUCKETS = (8, 32, 128)
 PREFILL_BUCKETS = (0, 512, 2048)
@@ -30,6 +32,7 @@ def buckets(max_rows: int, max_prefill: int) -> tuple[StepShape, ...]:
 def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
     """The smallest bucket that holds the plan. Raises `StepRejected` when none does."""
     lanes = len(plan.decode_rows) + len(plan.chunks)
+    num_pages = len(appended_pages(plan))
     prefill = sum(len(chunk.token_ids) for chunk in plan.chunks)
     fitting = [
         shape
@@ -37,10 +40,10 @@ def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
         if shape.rows >= max(lanes, len(plan.admitted))
         and shape.max_copies >= len(plan.slot_copies)
         and shape.prefill_tokens >= prefill
-        and shape.max_pages >= len(plan.pages)
+        and shape.max_pages >= num_pages
     ]
     if not fitting:
-        raise StepRejected(f"no program holds {lanes} rows, {prefill} prefill tokens and {len(plan.pages)} new pages")
+        raise StepRejected(f"no program holds {lanes} rows, {prefill} prefill tokens and {num_pages} new pages")
     return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows))
 
 
@@ -66,8 +69,8 @@ def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
         inputs.tokens[position : position + len(chunk.token_ids)] = chunk.token_ids
         position += len(chunk.token_ids)
         inputs.cu_seqlens[i + 1 :] = position
-    if plan.pages:
-        rows, index, pages = zip(*((p.row, p.index, p.page) for p in plan.pages), strict=True)
+    if appended := appended_pages(plan):
+        rows, index, pages = zip(*((p.row, p.index, p.page) for p in appended), strict=True)
         _check_ids("row", rows, 0, cache.num_rows)
         _check_ids("page table entry", index, 0, cache.pages_per_row)
         _check_ids("page", pages, 1, cache.num_pages)
@@ -106,6 +109,7 @@ def _admit(inputs: StepInputs, i: int, admission: RowAdmission, cache: CacheShap
     inputs.admit_rows[i] = admission.row
     inputs.admit_slots[i] = admission.slot
     inputs.admit_lengths[i] = admission.num_cached
+    inputs.admit_has_pages[i] = admission.num_cached > 0
     inputs.admit_is_counted[i] = bool(admission.cached_token_ids)
     inputs.admit_prompt_length[i] = np.iinfo(np.int32).max if known is None else known
     inputs.admit_seeds[i] = np.array([admission.seed & 0xFFFFFFFF, admission.seed >> 32], np.uint32).view(np.int32)
@@ -120,6 +124,33 @@ def _admit(inputs: StepInputs, i: int, admission: RowAdmission, cache: CacheShap
         sampling.repetition_penalty,
     )
     inputs.admit_floats[i] = np.array(floats, np.float32).view(np.int32)
+
+
+def appended_pages(plan: StepPlan) -> Sequence[PageAppend]:
+    """The pages that the step itself appends: all but those of cached positions."""
+    cached = {admission.row: _num_pages(admission.num_cached) for admission in plan.admitted if admission.num_cached}
+    return [page for page in plan.pages if page.index >= cached.get(page.row, 0)] if cached else plan.pages
+
+
+def page_pieces(plan: StepPlan, cache: CacheShape) -> Iterator[CachedPages]:
+    """The pages of newly admitted rows' cached positions, in pieces. Raises `StepRejected` for ids that do not fit."""
+    for admission in plan.admitted:
+        if not admission.num_cached:
+            continue
+        count = _num_pages(admission.num_cached)
+        found = {page.index: page.page for page in plan.pages if page.row == admission.row and page.index < count}
+        if sorted(found) != list(range(count)):
+            raise StepRejected(f"row {admission.row} starts at {admission.num_cached} with pages {sorted(found)}")
+        _check_ids("page", list(found.values()), 1, cache.num_pages)
+        ids = np.array([found[index] for index in range(count)], np.int32)
+        for start in range(0, count, PAGE_PIECE):
+            part = ids[start : start + PAGE_PIECE]
+            numbers = (np.asarray(n, np.int32) for n in (admission.row, start, len(part)))
+            yield CachedPages(*numbers, np.pad(part, (0, PAGE_PIECE - len(part))))
+
+
+def _num_pages(positions: int) -> int:
+    return -(-positions // PAGE_SIZE)
 
 
 def cached_pieces(plan: StepPlan) -> Iterator[CachedTokens]:

@@ -73,14 +73,14 @@ def simulate(
     results = [RowResult(row=row, token_ids=(_TOKEN,)) for row in range(limits.num_rows)]
     moving: list[tuple[float, int]] = []  # end, transfer id
     ttft, tpot = [], []
-    num_done = num_failed = prompt_tokens = output_tokens = cached_tokens = num_steps = 0
+    num_done = num_failed = prompt_tokens = output_tokens = cached_tokens = own_tokens = num_steps = 0
     started = reported = time.monotonic()
     while upcoming is not None or scheduler.has_requests:
         while upcoming is not None and upcoming[1].arrival_s <= now and scheduler.num_waiting < 4 * limits.num_rows:
             number, entry = upcoming
             request = GenerationRequest(
                 request_id=str(number),
-                prompt_token_ids=entry.token_ids(number),
+                prompt_token_ids=entry.token_ids(own_tokens),
                 max_tokens=entry.output_tokens,
                 sampling=_GREEDY,
                 priority=entry.priority,
@@ -89,6 +89,7 @@ def simulate(
                 raise ValueError(f"request {number} of the trace can never run: {refusal.error}")
             open_requests[request.request_id] = _Timeline(max(entry.arrival_s, 0.0))
             prompt_tokens += entry.prompt_tokens
+            own_tokens += entry.num_own_tokens
             upcoming = next(waiting, None)
         if moving and moving[0][0] <= now:
             ended = []
@@ -149,6 +150,7 @@ def simulate(
 
 def _percentiles(values: list[float]) -> tuple[float, float, float]:
     if len(values) < 2:
-        return ((values or [0.0])[0],) * 3
+        only = values[0] if values else 0.0
+        return only, only, only
     cuts = statistics.quantiles(values, n=100, method="inclusive")
     return cuts[49], cuts[89], cuts[98]

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-_PREFIX_STRIDE = 1 << 20  # ids of one shared prefix
-_TAIL_BASE = 1 << 40  # ids of unique tails lie above all prefixes
+_PREFIX_STRIDE = 1 << 16  # ids of one shared prefix: the longest one
+_NUM_PREFIXES = 1 << 14
+_PREFIX_BASE = 1 << 30  # ids of unique tails lie below; all fit 31 bits
 
 
 class TraceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,21 +25,30 @@ class TraceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     priority: int = 0
 
     def __post_init__(self) -> None:
+        if self.prompt_tokens > 16 * _PREFIX_STRIDE:
+            raise ValueError(f"prompt_tokens={self.prompt_tokens} is above {16 * _PREFIX_STRIDE}")
         if self.arrival_s < 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError("arrival_s must be 0 or more, prompt_tokens and output_tokens at least 1")
         if not 0 <= self.prefix_tokens <= min(self.prompt_tokens, _PREFIX_STRIDE):
             raise ValueError(f"prefix_tokens={self.prefix_tokens} must lie in 0..prompt_tokens={self.prompt_tokens}")
         if self.prefix_tokens and self.prefix_id is None:
             raise ValueError("prefix_tokens needs a prefix_id")
+        if self.prefix_id is not None and not 0 <= self.prefix_id < _NUM_PREFIXES:
+            raise ValueError(f"prefix_id={self.prefix_id} must lie in 0..{_NUM_PREFIXES - 1}")
 
-    def token_ids(self, number: int) -> tuple[int, ...]:
-        """The prompt of the trace's request `number`."""
-        tail = self.prompt_tokens - self.prefix_tokens
-        start = _TAIL_BASE + number * _PREFIX_STRIDE
+    @property
+    def num_own_tokens(self) -> int:
+        """Prompt tokens that no other request has."""
+        return self.prompt_tokens - self.prefix_tokens
+
+    def token_ids(self, first_own: int) -> tuple[int, ...]:
+        """The prompt; its own tokens are numbered from `first_own` on, so equal blocks never occur by chance."""
+        start = first_own % (_PREFIX_BASE - _PREFIX_STRIDE * 16)
+        own = range(start, start + self.num_own_tokens)
         if not self.prefix_tokens or self.prefix_id is None:
-            return tuple(range(start, start + tail))
-        first = self.prefix_id * _PREFIX_STRIDE
-        return (*range(first, first + self.prefix_tokens), *range(start, start + tail))
+            return tuple(own)
+        first = _PREFIX_BASE + self.prefix_id * _PREFIX_STRIDE
+        return (*range(first, first + self.prefix_tokens), *own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

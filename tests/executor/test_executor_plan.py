@@ -10,8 +10,18 @@ from hypothesis import strategies as st
 
 from k3jax.cache import CacheShape
 from k3jax.step_inputs import StepShape, pack, packed_size, unpack
+from serving import executor_plan
 from serving.core.seam import StepRejected
-from serving.core.types import PageAppend, PrefillChunk, RowAdmission, SamplingParams, StepPlan, TokenMask
+from serving.core.types import (
+    PageAppend,
+    PrefillChunk,
+    RowAdmission,
+    SamplingParams,
+    SlotCopy,
+    StateExport,
+    StepPlan,
+    TokenMask,
+)
 from serving.executor_plan import bias_arrays, buckets, choose_bucket, fill, mask_array
 
 CACHE = CacheShape(num_rows=4, num_pages=9, num_slots=6, pages_per_row=8)
@@ -184,3 +194,50 @@ def test_a_mask_that_cannot_apply_is_rejected(mask, words):
     plan = StepPlan(step=0, decode_rows=(3,), token_masks=(mask,))
     with pytest.raises(StepRejected, match=words):
         mask_array(plan, SHAPE, vocab_size=70)
+
+
+def cached_plan(num_cached: int, pages: list[int]) -> StepPlan:
+    return StepPlan(
+        step=0,
+        admitted=(RowAdmission(row=1, slot=2, sampling=SamplingParams(), seed=1, num_cached=num_cached),),
+        pages=tuple(PageAppend(row=1, index=i, page=page) for i, page in enumerate(pages)),
+        chunks=(PrefillChunk(row=1, start=num_cached, token_ids=(5, 6), is_last=True),),
+    )
+
+
+def test_pages_of_cached_positions_are_put_beforehand_in_pieces():
+    """A long hit brings more pages than any step may append."""
+    cache = CacheShape(num_rows=4, num_pages=2000, num_slots=6, pages_per_row=1200)
+    plan = cached_plan(64 * 1100, list(range(1, 1102)))
+    shape = StepShape(rows=4, prefill_tokens=64)
+    assert executor_plan.choose_bucket(plan, [shape]) is shape
+    inputs = executor_plan.fill(plan, shape, cache)
+    assert (inputs.page_ids[:2].tolist(), inputs.page_index[0]) == ([1101, 0], 1100)
+    pieces = list(executor_plan.page_pieces(plan, cache))
+    assert [int(piece.start) for piece in pieces] == [0, 512, 1024]
+    live = [piece.pages[: piece.num_live].tolist() for piece in pieces]
+    assert [page for part in live for page in part] == list(range(1, 1101))
+
+
+def test_a_row_that_starts_further_than_its_pages_is_refused():
+    with pytest.raises(StepRejected, match="row 1 starts at 128 with pages"):
+        list(executor_plan.page_pieces(cached_plan(128, [3]), CACHE))
+
+
+def test_exports_and_copies_are_checked_against_the_rule_and_the_pool():
+    shape = StepShape(rows=4, prefill_tokens=64)
+    chunk = PrefillChunk(row=0, start=0, token_ids=tuple(range(40)), is_last=True)
+    for export, message in (
+        (StateExport(position=24, slot=2), "not a multiple of 16"),
+        (StateExport(position=48, slot=2), "outside"),
+        (StateExport(position=32, slot=9), "slot 9"),
+    ):
+        with pytest.raises(StepRejected, match=message):
+            executor_plan.fill(StepPlan(step=0, chunks=(dataclasses.replace(chunk, export=export),)), shape, CACHE)
+    with pytest.raises(StepRejected, match="slot 0"):
+        executor_plan.fill(
+            StepPlan(step=0, slot_copies=(SlotCopy(source=0, target=1),), decode_rows=(0,)), shape, CACHE
+        )
+    copies = tuple(SlotCopy(source=1, target=2) for _ in range(5))
+    with pytest.raises(StepRejected, match="5 slot copies"):
+        executor_plan.fill(StepPlan(step=0, slot_copies=copies, decode_rows=(0,)), shape, CACHE)
