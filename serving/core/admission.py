@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from serving.core.boundaries import prompt_boundaries
 from serving.core.budget import chunk_end, solo_chunks
+from serving.core.offload import forget_parked
 from serving.core.plan_draft import PlanDraft
 from serving.core.prefix_cache import Match
 from serving.core.request import LiveRequest
@@ -18,33 +19,58 @@ def admit(state: SchedulerState, request: LiveRequest, draft: PlanDraft, *, full
     All of the known sequence and its first decode step must fit, though only the cached pages are taken now: a request
     admitted into less would soon be preempted.
     """
-    cache = state.cache
-    memory = (cache.num_available_pages, cache.num_available_slots)
-    if (
-        draft.is_short_of_pages
-        or not state.rows.num_free
-        or not memory[1]
+    if draft.is_short_of_pages or not state.rows.num_free:
+        return False
+    if request.num_loaded:
+        match = None
+        start = request.num_loaded
+    elif request.parked is not None:
+        return False  # it comes back where it was, or not: `serving.core.restore` decides
+    else:
+        memory = (state.cache.num_available_pages, state.cache.num_available_slots)
         # As little is free as when it was refused: nothing to look up again, unless nobody else moves.
-        or (request.refused_at == memory and not draft.is_empty)
-    ):
-        return False
-    match = cache.match(request) if state.policy.prefix_cache else Match(deepest=request.root, usable=request.root)
-    start, target = match.usable.num_tokens, len(request.tokens)
-    grid, budget = state.policy.block, draft.budget.room
+        if request.refused_at == memory and not draft.is_empty:
+            return False
+        match = _match(state, request)
+        start = match.usable.num_tokens
+    target, grid, budget = len(request.tokens), state.policy.block, draft.budget.room
     end = chunk_end(start=start, target=target, budget=budget, grid=grid, may_leave_grid=draft.is_empty)
-    if end == start:
+    if end <= start or not _has_memory(state, request, match):
         return False
-    cache.lock(match.usable)
-    num_positions = min(target + 1, num_positions_needed(request.request))
-    if cache.num_available_pages < state.num_pages(num_positions) - start // cache.page_size:
-        cache.unlock(match.usable)
-        request.refused_at = memory
-        return False
-    _take_memory(state, request, match, draft)
+    if match is not None:
+        _take_memory(state, request, match, draft)
+    draft.pages.extend((request, index, page) for index, page in enumerate(request.pages))
     (row,) = state.rows.allocate(1) or ()
     state.start(request, row)
-    _open_life(state, request, match, draft)
+    _open_life(state, request, match, start)
+    draft.admitted.append(request)
     request.num_solo = solo_chunks(start=start, target=target, budget=full_budget, grid=grid)
+    return True
+
+
+def _match(state: SchedulerState, request: LiveRequest) -> Match:
+    if not state.policy.prefix_cache:
+        return Match(deepest=request.root, usable=request.root)
+    return state.cache.match(request)
+
+
+def _has_memory(state: SchedulerState, request: LiveRequest, match: Match | None) -> bool:
+    """Whether slot and pages for all that is known can be had, if need be from younger ones. Locks the match."""
+    cache = state.cache
+    num_positions = min(len(request.tokens) + 1, num_positions_needed(request.request))
+    missing = state.num_pages(num_positions)
+    if match is None:
+        missing -= len(request.pages)
+    else:
+        memory = (cache.num_available_pages, cache.num_available_slots)
+        missing -= match.usable.num_tokens // cache.page_size
+        cache.lock(match.usable)
+    while cache.num_available_pages < missing or (match is not None and not cache.num_available_slots):
+        if not state.strip_loaded(request):
+            if match is not None:
+                cache.unlock(match.usable)
+                request.refused_at = memory
+            return False
     return True
 
 
@@ -61,17 +87,12 @@ def _take_memory(state: SchedulerState, request: LiveRequest, match: Match, draf
     if source and source != slot:
         draft.slot_copies.append(SlotCopy(source, slot))
     request.slot = slot
-    pages = []
-    node = usable
-    while node.parent is not None:
-        pages.append(node.page)
-        node = node.parent
     request.node = usable
-    draft.add_pages(request, pages[::-1])
+    request.pages = [node.page for node in usable.chain()]
 
 
-def _open_life(state: SchedulerState, request: LiveRequest, match: Match, draft: PlanDraft) -> None:
-    start, target = match.usable.num_tokens, len(request.tokens)
+def _open_life(state: SchedulerState, request: LiveRequest, match: Match | None, start: int) -> None:
+    target = len(request.tokens)
     is_first = request.num_admissions == 0
     for dispatched in state.in_flight:
         dispatched.stale.add(request)
@@ -81,24 +102,33 @@ def _open_life(state: SchedulerState, request: LiveRequest, match: Match, draft:
     request.num_turns = 0
     request.has_good_result = False
     request.refused_at = None
+    if match is None:
+        forget_parked(state, request)
+        request.num_loaded = 0
+        request.resumed_by = -1
+    else:
+        request.num_on_device = start
+        request.num_with_pages = max(request.num_with_pages, match.deepest.num_tokens)
     # A request that comes back shows nothing new: the chain that it leaves is its own.
-    junction = match.deepest.num_tokens if is_first else 0
+    junction = request.num_with_pages if is_first else 0
     request.boundaries = prompt_boundaries(state.policy, start=start, target=target, junction=junction)
     if is_first:
         request.queued_s = state.clock() - request.arrived_s
         request.num_cached = start
-        _count(state, request, match)
-    draft.admitted.append(request)
+        _count(state, request)
 
 
-def _count(state: SchedulerState, request: LiveRequest, match: Match) -> None:
+def _count(state: SchedulerState, request: LiveRequest) -> None:
     if not state.policy.prefix_cache:
         return
     counts, block = state.counts, state.policy.block
     findable = (request.num_prompt - 1) // block * block  # the last token is always computed
-    hit = match.usable.num_tokens
-    with_pages = max(hit, min(match.deepest.num_tokens, findable))
+    hit = request.num_cached
+    with_pages = max(hit, min(request.num_with_pages, findable))
+    with_state = max(with_pages, request.num_state_only)
     counts.prefix_queried += request.num_prompt
     counts.prefix_hit += hit
+    counts.prefix_hit_host += max(0, hit - request.num_on_device)
     counts.missed_checkpoint += with_pages - hit
-    counts.missed_both += max(0, findable - with_pages)
+    counts.missed_page += with_state - with_pages
+    counts.missed_both += max(0, findable - with_state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from serving.core.offload import park
 from serving.core.plan_draft import PlanDraft
 from serving.core.request import LiveRequest, Phase
 from serving.core.state import SchedulerState
@@ -16,9 +17,11 @@ def cover(state: SchedulerState, request: LiveRequest, num_positions: int, draft
     if missing <= 0:
         return True
     while (pages := state.cache.allocate_pages(missing)) is None:
-        if state.cache.reclaim_duplicates(request):
+        if state.cache.reclaim_duplicates(request) or state.strip_loaded():
             continue
         draft.is_short_of_pages = True
+        if state.cache.num_available_pages + state.transfers.num_pages_leaving >= missing:
+            return False  # they are on their way to the host tier, and free soon
         victim = _youngest_after(state, request)
         if victim is None:
             return False
@@ -28,11 +31,16 @@ def cover(state: SchedulerState, request: LiveRequest, num_positions: int, draft
     return True
 
 
-def preempt(state: SchedulerState, request: LiveRequest) -> None:
-    """Send a running request back to the queue; it computes again what the cache does not keep."""
+def preempt(state: SchedulerState, request: LiveRequest, *, can_park: bool = True) -> None:
+    """Send a running request back to the queue: parked in the host tier, or to compute again what no cache keeps."""
+    is_parked = can_park and park(state, request)
     state.take_back(request)
     state.counts.preemptions += 1
-    state.enqueue(request)
+    if is_parked:
+        request.phase = Phase.MOVING
+        state.moving.add(request)
+    else:
+        state.enqueue(request)
 
 
 def _youngest_after(state: SchedulerState, request: LiveRequest) -> LiveRequest | None:

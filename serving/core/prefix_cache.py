@@ -8,6 +8,7 @@ device's order of steps makes reuse safe: what a step in flight still reads is o
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterable
 
 from serving.core.eviction import EvictionOrder
@@ -15,6 +16,8 @@ from serving.core.pools import IdPool
 from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest
 from serving.core.types import ExecutorLimits
+
+_MAX_FRESH = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,8 @@ class PrefixCache:
         self.num_pinned_checkpoints = 0
         self.num_evicted_pages = 0
         self.num_evicted_checkpoints = 0
+        self.fresh: deque[PrefixNode] = deque(maxlen=_MAX_FRESH)  # ends of prefixes that the host tier may want
+        self._tracks_fresh = limits.host_cache_bytes > 0
         self._page_bytes = limits.page_bytes
         self._slot_bytes = limits.slot_bytes
         self._index: dict[bytes, PrefixNode] = {}  # parents before children
@@ -90,7 +95,7 @@ class PrefixCache:
     def unlock(self, node: PrefixNode) -> None:
         """Take back one `lock`."""
         while node.parent is not None:
-            self.remove_reader(node)
+            self._remove_reader(node)
             node = node.parent
 
     def touch(self, node: PrefixNode) -> None:
@@ -165,19 +170,13 @@ class PrefixCache:
             page = request.pages[node.num_tokens // size - 1]
             if page != node.page:
                 private.append(page)
-            self.remove_reader(node)
+            self._remove_reader(node)
             node = node.parent
         self.pages.release(private)
         request.pages = []
         request.node = request.root
 
-    def add_reader(self, node: PrefixNode) -> None:
-        """Keep the page of `node`, whatever becomes of the entry."""
-        if node.readers == 0:
-            self.num_idle_pages -= 1
-        node.readers += 1
-
-    def remove_reader(self, node: PrefixNode) -> None:
+    def _remove_reader(self, node: PrefixNode) -> None:
         """Take back one reader."""
         node.readers -= 1
         if node.readers:
@@ -189,6 +188,26 @@ class PrefixCache:
             self.num_idle_pages += 1
             if node.num_children == 0:
                 self._enter_page(node)
+                self.note_fresh(node)
+
+    def note_fresh(self, node: PrefixNode) -> None:
+        """Offer the prefix that ends with `node` to the host tier."""
+        if self._tracks_fresh:
+            self.fresh.append(node)
+
+    def pin_checkpoint(self, node: PrefixNode) -> None:
+        """Keep the checkpoint of `node` in place."""
+        node.is_checkpoint_pinned = True
+        self.num_pinned_checkpoints += 1
+
+    def unpin_checkpoint(self, node: PrefixNode, slot: int) -> None:
+        """Take back `pin_checkpoint` of `slot`, which may have been dropped since."""
+        if node.checkpoint != slot:
+            self.slots.release((slot,))
+            return
+        node.is_checkpoint_pinned = False
+        self.num_pinned_checkpoints -= 1
+        self.touch(node)
 
     def allocate_pages(self, count: int) -> tuple[int, ...] | None:
         """Take `count` pages, evicting idle ones; None, and nothing happens, when there are not so many."""
@@ -261,6 +280,7 @@ class PrefixCache:
         self._dropped.clear()
         self._page_order.clear()
         self._slot_order.clear()
+        self.fresh.clear()
         self.num_idle_pages = self.num_checkpoints = self.num_pinned_checkpoints = 0
 
     def check(self, requests: Iterable[LiveRequest], pinned: Iterable[PrefixNode], pages: Iterable[int]) -> None:
@@ -354,6 +374,7 @@ class PrefixCache:
     def _drop_checkpoint(self, node: PrefixNode) -> None:
         if node.is_checkpoint_pinned:
             self.num_pinned_checkpoints -= 1
+            node.is_checkpoint_pinned = False
             self.detach(node)  # its transfer gives the slot back
         else:
             self.slots.release((self.detach(node),))

@@ -17,8 +17,6 @@ class PrefixNode:
         "digest",
         "is_checkpoint_pinned",
         "is_dropped",
-        "is_page_stored",
-        "is_state_stored",
         "num_children",
         "num_tokens",
         "page",
@@ -41,10 +39,18 @@ class PrefixNode:
         self.saved = 0  # tokens not recomputed when the checkpoint is hit: those since the one before
         self.is_checkpoint_pinned = False  # a transfer reads the slot
         self.is_dropped = False
-        self.is_page_stored = False
-        self.is_state_stored = False
         self.page_ticket = 0  # of the newest entry in the order of eviction; older entries are void
         self.slot_ticket = 0
+
+    def chain(self) -> list[PrefixNode]:
+        """The pages of the sequence, first to last."""
+        nodes: list[PrefixNode] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        nodes.reverse()
+        return nodes
 
     def __repr__(self) -> str:
         return (

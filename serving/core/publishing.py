@@ -29,10 +29,14 @@ def commit(state: SchedulerState, dispatched: Dispatched) -> None:
             node = cache.find(digest) if is_alive else None
             if node is None or not cache.attach(node, chunk.slot, request):
                 cache.slots.release((chunk.slot,))
+            else:
+                cache.note_fresh(node)
     for copy in dispatched.kept:
         if not cache.attach(copy.node, copy.slot, copy.request):
             cache.slots.release((copy.slot,))
-        elif copy.is_decode and copy.request.row is not None:
+        elif not copy.is_decode:
+            cache.note_fresh(copy.node)
+        elif copy.request.row is not None:
             copy.request.kept = copy.node
 
 

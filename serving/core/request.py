@@ -10,11 +10,20 @@ from serving.core.prefix_node import PrefixNode
 from serving.core.types import FinishReason, GenerationRequest
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parked:
+    """A preempted request's state after `position` tokens, in the host tier, and the pages that only it has."""
+
+    position: int
+    digest: bytes  # of the state; the pages' digests follow from it
+    private: tuple[int, ...]  # numbers of those pages in the page table
+
+
 class Phase(enum.Enum):
     """Where a request is."""
 
     WAITING = enum.auto()  # in the queue; it may hold what a load brought
-    LOADING = enum.auto()  # its prefix is on the way from the state store
+    MOVING = enum.auto()  # what it needs is on its way to or from the state store
     PREFILL = enum.auto()  # owns a row, the last chunk is not dispatched
     DECODE = enum.auto()  # owns a row, one token a step
     LAST = enum.auto()  # owns a row until its last token, already dispatched, is known
@@ -65,8 +74,12 @@ class LiveRequest:
     queued_s: float | None = None  # from arrival to the first admission
     num_resumed: int = 0  # positions that this life started with
     num_cached: int = 0  # prompt tokens found in the cache at the first admission
-    num_loaded: int = 0  # positions that a load has brought into pages and slot, for the next admission
-    num_loads: int = 0
+    num_loaded: int = 0  # positions that a load has brought, or is to bring, into pages and slot
+    num_on_device: int = 0  # what the device alone had when that load was started
+    num_with_pages: int = 0  # positions whose pages device and host had when it was looked up last
+    num_state_only: int = 0  # a position beyond them whose state alone was there
+    looked_up: int = -1  # version of the host tier when it was looked up last
+    parked: Parked | None = None
     refused_at: tuple[int, int] | None = None  # free memory when an admission failed last
 
     @property

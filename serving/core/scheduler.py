@@ -16,6 +16,7 @@ from serving.core.decode import plan_decodes
 from serving.core.growth import preempt
 from serving.core.hashing import root_digest
 from serving.core.integrity import check_integrity
+from serving.core.offload import forget_parked, write_back
 from serving.core.plan_draft import PlanDraft
 from serving.core.policy import SchedulerPolicy
 from serving.core.pools import IdPool
@@ -23,6 +24,7 @@ from serving.core.prefill import plan_prefills
 from serving.core.prefix_node import PrefixNode
 from serving.core.publishing import commit, commit_all, leave, withdraw
 from serving.core.request import LiveRequest, Phase
+from serving.core.restore import finish_transfers, lose_transfers, start_loads
 from serving.core.state import Dispatched, SchedulerState
 from serving.core.stats import EngineStats
 from serving.core.types import (
@@ -34,6 +36,7 @@ from serving.core.types import (
     StepPlan,
     StepResult,
     Transfer,
+    TransferResult,
 )
 from serving.core.validation import num_positions_needed, refuse
 
@@ -151,9 +154,11 @@ class Scheduler:
         """Return the next step, or None when no request can move (before the results in flight are applied)."""
         state = self._state
         commit_all(state)
+        start_loads(state)
         draft = self._draft()
         while draft.is_empty and draft.has_preempted:
             draft = self._draft()  # somebody gave up pages to one that still cannot move; others can take them
+        write_back(state)
         if draft.is_empty:
             return None
         plan = draft.build(state.counts.steps, tuple(state.released))
@@ -230,14 +235,17 @@ class Scheduler:
         state.cache.lose_device()
         state.rows.reset()
         deltas = []
+        for request in [*state.live.values(), *state.moving]:
+            request.slot = request.kept = None
+            request.pages, request.node = [], request.root
+            request.published, request.checkpointed, request.boundaries = [], [], []
+            request.num_written = request.pause_at = request.num_loaded = 0
+        lose_transfers(state)
         running = list(state.running)
         for group in (state.running, state.prefilling, state.decoding):
             group.clear()
         for request in running:
-            request.row = request.slot = request.kept = None
-            request.pages, request.node = [], request.root
-            request.published, request.checkpointed, request.boundaries = [], [], []
-            request.num_written = request.pause_at = 0
+            request.row = None
             request.num_device_failures += 1
             state.enqueue(request)
             if request.num_device_failures >= _MAX_DEVICE_FAILURES:
@@ -252,12 +260,15 @@ class Scheduler:
         return EngineStats(
             num_running=len(state.running),
             num_waiting=self.num_waiting,
+            num_loading=len(state.moving),
             pages_used=cache.pages.num_used - cache.num_idle_pages,
             pages_total=cache.pages.capacity,
             slots_used=len(state.running),
             slots_total=cache.slots.capacity,
             pages_cached=cache.num_cached_pages,
             checkpoints_held=cache.num_checkpoints,
+            host_bytes_used=state.host.num_bytes,
+            host_bytes_total=state.host.capacity,
             steps_total=counts.steps,
             prompt_tokens_total=counts.prompt_tokens,
             generation_tokens_total=counts.generated_tokens,
@@ -277,16 +288,21 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes. Running requests keep what they read."""
+        """Forget all cached prefixes, here and in the host tier. Running requests keep what they read."""
         self._state.cache.reset()
+        self._state.host.reset()
 
     def transfers_to_start(self) -> tuple[Transfer, ...]:
         """Take the transfers that are due; hand them to the executor before the plan made last."""
-        return self._state.take_transfers()
+        return self._state.transfers.take()
+
+    def finish_transfers(self, results: tuple[TransferResult, ...]) -> None:
+        """Take note of transfers that have ended."""
+        finish_transfers(self._state, results)
 
     def keys_to_forget(self) -> tuple[bytes, ...]:
         """Take the keys that the state store is to drop; hand them over before the transfers."""
-        return self._state.take_forgotten()
+        return self._state.host.take_forgotten()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every page, slot and row is free or owned exactly once."""
@@ -334,11 +350,13 @@ class Scheduler:
         """
         state = self._state
         doomed = state.cache.distrust(request)
+        wrote = [*request.published, *request.checkpointed, *doomed]
+        state.host.distrust([node.digest for node in wrote])
         delta = self._end(request, FinishReason.ERROR, "The model produced NaN for this request.")
         for reader in list(state.running):
             has_read = reader.node in doomed or reader.resumed_by == request.arrival
             if has_read and not reader.has_good_result:
-                preempt(state, reader)
+                preempt(state, reader, can_park=False)
                 for dispatched in state.in_flight:
                     dispatched.stale.add(reader)
         return delta
@@ -354,4 +372,7 @@ class Scheduler:
             state.take_back(request)
         elif request.phase is Phase.WAITING:
             state.waiting.remove(request)
+            state.free_memory(request)
+        if request not in state.moving:
+            forget_parked(state, request)
         request.phase = Phase.ENDED

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import secrets
 from collections import deque
 from collections.abc import Callable
 
+from serving.core.host_tier import HostTier
 from serving.core.plan_draft import DraftChunk, DraftCopy
 from serving.core.policy import SchedulerPolicy
 from serving.core.pools import IdPool
 from serving.core.prefix_cache import PrefixCache
 from serving.core.request import LiveRequest, Phase, request_key
-from serving.core.types import ExecutorLimits, StepPlan, Transfer
+from serving.core.transfers import Transfers
+from serving.core.types import ExecutorLimits, StepPlan
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -66,20 +69,32 @@ class SchedulerState:
         self.decoding: list[LiveRequest] = []
         self.released: list[int] = []  # rows to take from the device with the next plan
         self.in_flight: deque[Dispatched] = deque()
-        self._transfers: list[Transfer] = []
-        self._forgotten: list[bytes] = []
+        self.host = HostTier(limits)
+        self.host_version = 0  # rises when the host tier has more
+        self.transfers = Transfers(self.cache, self.host)
+        self.moving: set[LiveRequest] = set()  # those whose memory a transfer fills or empties; aborted ones too
+        self.nonce = secrets.token_hex(16)  # keeps keys of parked requests apart from those of other schedulers
 
-    def take_transfers(self) -> tuple[Transfer, ...]:
-        """Transfers to start, once each."""
-        transfers = tuple(self._transfers)
-        self._transfers.clear()
-        return transfers
+    def count_transfer(self, *, is_load: bool, is_ok: bool) -> None:
+        """Count a transfer that has ended."""
+        self.counts.loads += is_ok and is_load
+        self.counts.stores += is_ok and not is_load
+        self.counts.failed_transfers += not is_ok
 
-    def take_forgotten(self) -> tuple[bytes, ...]:
-        """Keys to drop from the state store, once each."""
-        keys = tuple(self._forgotten)
-        self._forgotten.clear()
-        return keys
+    def strip_loaded(self, older: LiveRequest | None = None) -> bool:
+        """Take back what a load has brought to a waiting request younger than `older` (None: to any).
+
+        False when there is none. Its pages stay in the cache, so little is lost.
+        """
+        for request in reversed(self.waiting):
+            if request is older:
+                return False
+            if request.num_loaded and (older is None or older.key < request.key):
+                request.num_loaded = 0
+                request.looked_up = -1
+                self.free_memory(request)
+                return True
+        return False
 
     def num_pages(self, num_positions: int) -> int:
         """Pages that hold `num_positions`."""

@@ -1,0 +1,116 @@
+"""What goes to the host tier and when.
+
+Pages and checkpoints are written back once nobody computes with them and the device runs low, so that an eviction finds
+them stored and never waits. A prefix goes as a whole: a state without its pages, or pages without a state, are no hit.
+A preempted request is parked: its state and the pages that are its own go too, and it comes back where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from serving.core.host_tier import Named
+from serving.core.prefix_node import PrefixNode
+from serving.core.request import LiveRequest, Parked
+from serving.core.state import SchedulerState
+from serving.core.transfers import Source
+from serving.core.types import EntryKind
+
+_MAX_MOVING = 16  # transfers under way, above which nothing more is written back
+_MAX_LOOKED_AT = 64  # prefixes per step
+
+
+def park_digest(digest: bytes, page: int) -> bytes:
+    """Name a private page of a parked request."""
+    return hashlib.blake2b(digest + page.to_bytes(8, "little"), digest_size=32, person=b"k3jax parked").digest()
+
+
+def write_back(state: SchedulerState) -> None:
+    """Store prefixes that have become idle, while the device has little to give without evicting."""
+    host, cache = state.host, state.cache
+    if not host.is_on:
+        return
+    is_low = (
+        cache.pages.num_free <= cache.pages.capacity // 2
+        or cache.slots.num_free + len(state.running) <= cache.slots.capacity // 2
+    )
+    fresh = cache.fresh
+    for _ in range(min(len(fresh), _MAX_LOOKED_AT) if is_low else 0):
+        if len(state.transfers) >= _MAX_MOVING:
+            return
+        _store_prefix(state, fresh.popleft())
+
+
+def park(state: SchedulerState, request: LiveRequest) -> bool:
+    """Put a running request's state and pages into the host tier; False when there is no room or nothing to keep.
+
+    The request still owns its row; what it owns on the device becomes the transfer's.
+    """
+    host, cache, size = state.host, state.cache, state.limits.page_size
+    position = request.num_written
+    if not host.is_on or position == 0 or position > len(request.tokens) or request.slot is None:
+        return False
+    if request.node.is_dropped:
+        return False
+    if state.policy.prefix_cache:
+        cache.publish(request, position)
+    shared = request.node.chain()
+    num_shared = len(shared)
+    private = tuple(range(num_shared, state.num_pages(position)))
+    digest = hashlib.blake2b(
+        request.root.digest + f"{state.nonce}/{request.arrival}/{request.num_admissions}".encode(), digest_size=32
+    ).digest()
+    wanted: list[Named] = []
+    sources: list[Source] = []
+    for node in shared:
+        if not node.is_dropped and not host.has(EntryKind.PAGE, node.digest):
+            wanted.append((EntryKind.PAGE, node.digest, size))
+            sources.append(Source(kind=EntryKind.PAGE, device_id=node.page, node=node))
+    for page in private:
+        wanted.append((EntryKind.PAGE, park_digest(digest, page), size))
+        sources.append(Source(kind=EntryKind.PAGE, device_id=request.pages[page], node=None))
+    wanted.append((EntryKind.SLOT, digest, position))
+    sources.append(Source(kind=EntryKind.SLOT, device_id=request.slot, node=None))
+    entries = host.reserve(wanted)
+    if entries is None:
+        return False
+    state.transfers.store(entries, sources, request.node, request)
+    # What the transfer owns now must not be freed with the request.
+    spare = request.pages[state.num_pages(position) :]
+    cache.pages.release(spare)
+    request.pages = request.pages[:num_shared]
+    request.slot = None
+    request.parked = Parked(position=position, digest=digest, private=private)
+    state.counts.parks += 1
+    return True
+
+
+def forget_parked(state: SchedulerState, request: LiveRequest) -> None:
+    """Drop what a request has parked: it has come back, or never will."""
+    parked = request.parked
+    if parked is None:
+        return
+    request.parked = None
+    state.host.distrust([parked.digest, *[park_digest(parked.digest, page) for page in parked.private]])
+
+
+def _store_prefix(state: SchedulerState, leaf: PrefixNode) -> None:
+    """Store the pages up to the deepest checkpoint at or before `leaf`, and that checkpoint."""
+    host = state.host
+    node = leaf
+    while node.parent is not None and not node.checkpoint:
+        node = node.parent
+    if node.parent is None or leaf.is_dropped:
+        return
+    wanted: list[Named] = []
+    sources: list[Source] = []
+    for page in node.chain():
+        if not host.has(EntryKind.PAGE, page.digest):
+            wanted.append((EntryKind.PAGE, page.digest, state.limits.page_size))
+            sources.append(Source(kind=EntryKind.PAGE, device_id=page.page, node=page))
+    if not host.has(EntryKind.SLOT, node.digest) and not node.is_checkpoint_pinned:
+        wanted.append((EntryKind.SLOT, node.digest, node.saved))
+        sources.append(Source(kind=EntryKind.SLOT, device_id=node.checkpoint, node=node))
+    entries = host.reserve(wanted) if wanted else None
+    if entries is not None:
+        state.transfers.store(entries, sources, node)

@@ -1,0 +1,185 @@
+"""Prefixes that come back from the host tier: looked up, loaded beside the steps, admitted when they are there."""
+
+from __future__ import annotations
+
+from serving.core.host_tier import HostEntry
+from serving.core.offload import forget_parked, park_digest
+from serving.core.prefix_node import PrefixNode
+from serving.core.request import LiveRequest, Parked, Phase
+from serving.core.state import SchedulerState
+from serving.core.types import EntryKind, TransferKind, TransferResult
+from serving.core.validation import num_positions_needed
+
+
+def start_loads(state: SchedulerState) -> None:
+    """Start to load what the requests next in the queue can use and the device does not have.
+
+    This comes first in a plan: the memory that a load takes must not be touched by what the same plan does before its
+    step runs. A request that loads holds up nobody.
+    """
+    if not state.host.is_on:
+        return
+    index = 0
+    while index < min(len(state.waiting), state.rows.num_free) and len(state.moving) < state.limits.num_rows:
+        request = state.waiting[index]
+        is_done = request.num_loaded or (request.parked is None and request.looked_up == state.host_version)
+        if not is_done and (request.parked is None or not _unpark(state, request)):
+            request.looked_up = state.host_version
+            _load_prefix(state, request)
+        index += request.phase is Phase.WAITING
+
+
+def finish_transfers(state: SchedulerState, results: tuple[TransferResult, ...]) -> None:
+    """Take note of transfers that have ended."""
+    for result in results:
+        moving = state.transfers.finish(result.transfer_id, is_ok=result.is_ok)
+        request = moving.request
+        if moving.transfer.kind is TransferKind.STORE:
+            state.count_transfer(is_load=False, is_ok=result.is_ok)
+            state.host_version += 1
+            if request is not None:
+                _end_parking(state, request, is_ok=result.is_ok)
+        elif request is not None:
+            is_ok = result.is_ok and not any(entry.is_forgotten for entry in moving.entries)
+            state.count_transfer(is_load=True, is_ok=is_ok)
+            if not is_ok:
+                for entry in moving.entries:
+                    state.host.forget(entry)
+            _end_load(state, request, is_ok=is_ok)
+
+
+def lose_transfers(state: SchedulerState) -> None:
+    """Forget transfers after a device failure; who was parked or restored by one goes back to the queue."""
+    for moving in state.transfers.lose_device():
+        request = moving.request
+        if request is None or request.phase is not Phase.MOVING:
+            continue
+        if moving.transfer.kind is TransferKind.STORE:
+            forget_parked(state, request)
+        request.num_loaded = 0
+        state.enqueue(request)
+    state.moving.clear()
+
+
+def _load_prefix(state: SchedulerState, request: LiveRequest) -> None:
+    """Load the longest prefix that device and host have together, when it is longer than the device's own."""
+    if not state.policy.prefix_cache:
+        return
+    cache, host, size = state.cache, state.host, state.limits.page_size
+    match = cache.match(request)
+    num_tokens = len(request.tokens)
+    end = match.deepest.num_tokens
+    request.num_on_device = match.usable.num_tokens
+    while end + size <= num_tokens and host.find(EntryKind.PAGE, request.digest(end // size, size)) is not None:
+        end += size
+    request.num_with_pages = end
+    position = min(end, (num_tokens - 1) // size * size)
+    while position > match.usable.num_tokens:
+        entry = host.find(EntryKind.SLOT, request.digest(position // size - 1, size))
+        if entry is not None:
+            break
+        position -= size
+    else:
+        _note_lost_pages(state, request, end)
+        return
+    first = min(position, match.deepest.num_tokens)
+    node = match.deepest
+    while node.num_tokens > first:
+        assert node.parent is not None
+        node = node.parent
+    pages = [host.find(EntryKind.PAGE, request.digest(i, size)) for i in range(first // size, position // size)]
+    _start(state, request, node, position, [page for page in pages if page is not None], entry)
+
+
+def _note_lost_pages(state: SchedulerState, request: LiveRequest, known: int) -> None:
+    """Remember how far a state is there whose pages are not, for the counts of misses."""
+    size = state.limits.page_size
+    for end in range((request.num_prompt - 1) // size * size, known, -size):
+        if state.host.find(EntryKind.SLOT, request.digest(end // size - 1, size)) is not None:
+            request.num_state_only = end
+            return
+
+
+def _unpark(state: SchedulerState, request: LiveRequest) -> bool:
+    """Load a parked request where it was; False when it cannot come back that way. True may also mean "later"."""
+    parked, host, size = request.parked, state.host, state.limits.page_size
+    assert isinstance(parked, Parked)
+    slot = host.find(EntryKind.SLOT, parked.digest)
+    pages: list[HostEntry | None] = []
+    node = request.root
+    num_shared = parked.position // size if not parked.private else parked.private[0]
+    for index in range(num_shared):
+        child = state.cache.find(request.digest(index, size)) if len(pages) == 0 else None
+        if child is not None:
+            node = child
+        else:
+            pages.append(host.find(EntryKind.PAGE, request.digest(index, size)))
+    pages += [host.find(EntryKind.PAGE, park_digest(parked.digest, page)) for page in parked.private]
+    found = [page for page in pages if page is not None]
+    if slot is None or len(found) < len(pages):
+        forget_parked(state, request)
+        return False
+    if len(request.tokens) <= parked.position:
+        return True  # its next token is known once the step in flight is applied
+    request.num_on_device = 0
+    _start(state, request, node, parked.position, found, slot)
+    return True
+
+
+def _start(
+    state: SchedulerState,
+    request: LiveRequest,
+    node: PrefixNode,
+    position: int,
+    pages: list[HostEntry],
+    slot_entry: HostEntry,
+) -> None:
+    """Load `pages`, which follow `node`, and the state, when the device has room for the whole request."""
+    cache = state.cache
+    if not cache.num_available_slots:
+        state.strip_loaded(request)
+    cache.lock(node)
+    num_positions = min(len(request.tokens) + 1, num_positions_needed(request.request))
+    num_missing = state.num_pages(num_positions) - node.num_tokens // cache.page_size
+    while cache.num_available_pages < num_missing and state.strip_loaded(request):
+        pass
+    if cache.num_available_pages < num_missing or not cache.num_available_slots:
+        cache.unlock(node)
+        request.looked_up = -1
+        return
+    slot = cache.allocate_row_slot()
+    ids = cache.allocate_pages(len(pages))
+    if slot is None or ids is None:
+        raise AssertionError("memory was counted as available and is not")
+    request.node = node
+    request.pages = [*[page.page for page in node.chain()], *ids]
+    request.slot = slot
+    request.num_loaded = position
+    state.waiting.remove(request)
+    request.phase = Phase.MOVING
+    state.moving.add(request)
+    state.transfers.load([*pages, slot_entry], [*ids, slot], request)
+
+
+def _end_load(state: SchedulerState, request: LiveRequest, *, is_ok: bool) -> None:
+    state.moving.discard(request)
+    if request.phase is Phase.ENDED or not is_ok:
+        request.num_loaded = 0
+        state.free_memory(request)
+        if request.phase is not Phase.ENDED:
+            forget_parked(state, request)
+            state.enqueue(request)
+        return
+    if state.policy.prefix_cache:
+        state.cache.publish(request, request.num_loaded)
+    state.enqueue(request)
+
+
+def _end_parking(state: SchedulerState, request: LiveRequest, *, is_ok: bool) -> None:
+    state.moving.discard(request)
+    if request.phase is Phase.ENDED:
+        forget_parked(state, request)
+        return
+    if not is_ok:
+        forget_parked(state, request)
+    state.enqueue(request)
