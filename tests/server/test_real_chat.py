@@ -12,6 +12,7 @@ from tests.server.real_server import ServerProcess, started
 pytestmark = pytest.mark.slow
 
 FLAGS = ("--max-num-seqs", "4", "--max-step-tokens", "128", "--max-model-len", "1024")
+POLITELY = " Please answer in one short sentence, as always." * 8  # more than a block a turn
 QUESTIONS = (
     "What is the capital of Norway?",
     "And what is the capital of Peru?",
@@ -39,7 +40,7 @@ def test_cached_tokens_grow_turn_by_turn_in_usage_and_metrics(server):
     cached, prompts = [], []
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for question in QUESTIONS:
-            messages.append({"role": "user", "content": question})
+            messages.append({"role": "user", "content": question + POLITELY})
             answer = client.chat.completions.create(
                 model="demo", messages=messages, temperature=0.0, max_tokens=60, extra_body={"thinking": False}
             )
