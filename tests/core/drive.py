@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from serving.core.policy import SchedulerPolicy
 from serving.core.scheduler import Scheduler
@@ -18,13 +19,15 @@ from serving.core.types import (
 from serving.fake_executor import FakeExecutor
 from serving.fake_store import FakeStore
 from tests.core.driver import Ledger, expected_tokens
+from tests.core.service_order import ServiceOrder
 
 
 class Drive:
     """Runs a scheduler on the fake device and checks both after every operation.
 
     With `overlap` a step is planned and submitted before the result of the step before it is applied. Every text is
-    compared with the model alone, every plan with both budgets.
+    compared with the model alone, every plan with both budgets and the order of service. Each request has a seed of its
+    own, which also tells its rows from others'.
     """
 
     def __init__(
@@ -44,6 +47,8 @@ class Drive:
         self.requests: dict[str, GenerationRequest] = {}
         self.cached_tokens: dict[str, int] = {}  # as the first delta with tokens says
         self.in_flight: deque[StepPlan] = deque()
+        self._seeds: dict[str, int] = {}
+        self._order = ServiceOrder(limits, policy)
         self._expected: dict[str, list[int]] = {}
         self._num_taken: dict[str, int] = {}
 
@@ -58,10 +63,14 @@ class Drive:
         return self.executor.store
 
     def add(self, *requests: GenerationRequest) -> None:
-        """Queue `requests`, each with its own seed or 0."""
+        """Queue `requests`."""
         for request in requests:
+            seed = len(self.requests)
             self.requests[request.request_id] = request
-            refusal = self.scheduler.add(request, seed=request.sampling.seed or 0)
+            self._seeds[request.request_id] = seed
+            refusal = self.scheduler.add(request, seed=seed)
+            if refusal is None:
+                self._order.add(request, seed)
             self._take([] if refusal is None else [refusal])
 
     def abort(self, request_id: str) -> OutputDelta | None:
@@ -72,21 +81,30 @@ class Drive:
 
     def step(self) -> StepPlan | None:
         """One turn: transfers, plan, submit, and the results that are due. None when nothing could be planned."""
+        plan = self.plan()
+        if plan is not None and not self.submit(plan):
+            return plan
+        while len(self.in_flight) > (1 if self.overlap and plan is not None else 0):
+            if not self.collect():
+                break
+        return plan
+
+    def plan(self) -> StepPlan | None:
+        """Make a plan; the caller owes it to `submit` or `reject`."""
         self.finish_transfers()
         plan = self.scheduler.plan()
         self._start_transfers()
         self.scheduler.check_integrity()
         if plan is not None:
             self._check_budgets(plan)
-            if not self.submit(plan):
-                return plan
-        while len(self.in_flight) > (1 if self.overlap and plan is not None else 0):
-            if not self.collect():
-                break
+            self._order.check(plan, self._num_known)
         return plan
 
-    def run(self, max_steps: int = 1000) -> int:
-        """Step until every request has ended; return the number of steps planned."""
+    def run(self) -> int:
+        """Step until every request has ended, in a bounded number; return how many were planned."""
+        live = [request for name, request in self.requests.items() if name not in self.ledger.last]
+        num_tokens = sum(len(request.prompt_token_ids) + request.max_tokens for request in live)
+        max_steps = 200 + 10 * num_tokens  # one token a step would do, preemption computes some again
         num_steps = 0
         for _ in range(max_steps):
             if not self.scheduler.has_requests and not self.in_flight:
@@ -94,8 +112,17 @@ class Drive:
             num_in_flight, num_moving = len(self.in_flight), self.store.num_in_flight
             plan = self.step()
             num_steps += plan is not None
-            assert plan is not None or num_in_flight or num_moving, "requests are left and none can move"
+            can_wait = plan is not None or num_in_flight or num_moving or self.store.num_in_flight
+            assert can_wait, f"requests are left and none can move: {self.scheduler.stats()}"
         raise AssertionError(f"the requests do not end: {self.ledger.tokens}")
+
+    def step_until(self, is_reached: Callable[[], object], max_steps: int = 500) -> int:
+        """Step until the condition holds; return the number of turns."""
+        for num_steps in range(max_steps):
+            if is_reached():
+                return num_steps
+            self.step()
+        raise AssertionError(f"not reached in {max_steps} steps; tokens {self.ledger.tokens}")
 
     def run_alone(self, request: GenerationRequest) -> int:
         """Run one request to its end and return what it found in the cache."""
@@ -118,13 +145,17 @@ class Drive:
         try:
             self.executor.submit(plan)
         except StepRejected:
-            self._take(self.scheduler.reject("rejected"))
+            self.reject()
             return False
         except DeviceFailure:
             self.lose_device()
             return False
         self.in_flight.append(plan)
         return True
+
+    def reject(self) -> None:
+        """Take the newest plan back."""
+        self._take(self.scheduler.reject("rejected"))
 
     def collect(self) -> bool:
         """Apply the oldest result; False when the device failed."""
@@ -141,6 +172,7 @@ class Drive:
         """Rebuild the device, empty."""
         self.executor.reset()
         self.in_flight.clear()
+        self._order.lose_device()
         self._take(self.scheduler.lose_device("lost"))
 
     def finish_transfers(self) -> None:
@@ -151,16 +183,9 @@ class Drive:
             self.scheduler.check_integrity()
 
     def admissions(self, request_id: str) -> list[RowAdmission]:
-        """Every admission of a request's prompt so far; prompts must differ."""
-        prompt = self.requests[request_id].prompt_token_ids
-        found = []
-        for plan in self.plans:
-            starts = {chunk.row: chunk for chunk in plan.chunks}
-            for admission in plan.admitted:
-                chunk = starts[admission.row]
-                is_same = prompt[chunk.start : chunk.start + len(chunk.token_ids)] == chunk.token_ids
-                found += [admission] if is_same and chunk.start == admission.num_cached else []
-        return found
+        """Every admission of a request so far."""
+        seed = self._seeds[request_id]
+        return [admission for plan in self.plans for admission in plan.admitted if admission.seed == seed]
 
     def assert_all_free(self) -> None:
         """Nothing is owned by anybody once the cache is dropped; call when all is settled."""
@@ -171,6 +196,10 @@ class Drive:
         scheduler = self.scheduler
         used = scheduler.rows.num_used, scheduler.slots.num_used, scheduler.pages.num_used
         assert used == (0, 0, 0), f"rows, slots and pages in use: {used}"
+
+    def _num_known(self, seed: int) -> int:
+        request_id = next(name for name, number in self._seeds.items() if number == seed)
+        return len(self.requests[request_id].prompt_token_ids) + len(self.ledger.tokens.get(request_id, ()))
 
     def _start_transfers(self) -> None:
         self.executor.forget(self.scheduler.keys_to_forget())
@@ -183,16 +212,19 @@ class Drive:
             request_id = delta.request_id
             request = self.requests[request_id]
             if delta.token_ids and request_id not in self.cached_tokens:
-                assert 0 <= delta.cached_tokens < len(request.prompt_token_ids), delta
+                skipped = self.admissions(request_id)[0].num_cached
+                assert delta.cached_tokens == skipped < len(request.prompt_token_ids), f"{delta} skipped {skipped}"
                 self.cached_tokens[request_id] = delta.cached_tokens
             self.ledger.take([delta])
             self._check_text(request, delta)
+            if delta.finish_reason is not None:
+                self._order.end(self._seeds[request_id])
 
     def _check_text(self, request: GenerationRequest, delta: OutputDelta) -> None:
         request_id = request.request_id
         if delta.token_ids:
             if request_id not in self._expected:
-                self._expected[request_id] = expected_tokens(request)
+                self._expected[request_id] = expected_tokens(request, seed=self._seeds[request_id])
             first = self._num_taken.get(request_id, 0)
             expected = self._expected[request_id][first : first + len(delta.token_ids)]
             assert list(delta.token_ids) == expected, f"{request_id} says {delta.token_ids} at {first}, not {expected}"

@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0.0)
 VOCAB_SIZE = 997
 
 
-def limits(**changes: int | str) -> ExecutorLimits:
+def limits(**changes: Any) -> ExecutorLimits:
     """A small device: 4 rows, 32 pages of 8 tokens, 16 tokens a step, sequences up to 128."""
     fields: dict[str, Any] = {
         "num_rows": 4,

@@ -1,136 +1,241 @@
-"""The scheduler against the strict fake executor, under every order of events."""
+"""The scheduler against the strict fake executor, under every order of events.
 
-from hypothesis import settings
+`pytest tests/core/test_scheduler_machine.py -m slow --hypothesis-profile=ten-thousand` makes 10,000 runs of it.
+"""
+
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serving.core.scheduler import Scheduler
-from serving.core.types import FinishReason, GenerationRequest, SamplingParams
-from serving.fake_executor import FakeExecutor
-from tests.core.driver import Ledger, expected_tokens, limits, prompt
+from serving.core.policy import SchedulerPolicy
+from serving.core.types import GenerationRequest, SamplingParams, Transfer
+from serving.core.validation import num_positions_needed
+from serving.fake_executor import Fault
+from serving.fake_store import FakeStore
+from tests.core.drive import Drive
+from tests.core.driver import limits, prompt
 
-GRID = 8
+MAX_MODEL_LEN = 96
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.0, repetition_penalty=1.5),
+    SamplingParams(temperature=0.0, frequency_penalty=1.0),
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, aborts, steps, rejected steps and device failures in any order.
+    """Requests with shared prefixes, steps, aborts in every phase, resets, NaN, rejected steps, lost devices and keys.
 
-    D22: ids stay inside the pools (the executor checks every plan) and none leaks or is shared. D21, D42: whatever
-    happened, the tokens of a request equal those of the model alone. D18: a step does something. Every request ends
-    with one last delta.
+    D22: ids stay inside the pools (the device checks every plan) and none leaks or is shared for writing (the scheduler
+    checks itself after every operation). D21, D42: whatever happened, the tokens of a request equal those of the model
+    alone. D18: a step does something. The drive checks both budgets, the order of admission and the bound on
+    overtaking. D39: nobody starts from what a reported NaN left. Every request ends with one last delta.
     """
 
-    @initialize(
-        budget=st.integers(1, 24),
-        num_pages=st.integers(6, 16),
-        num_rows=st.integers(1, 4),
-    )
-    def start(self, budget, num_pages, num_rows):
+    @initialize(data=st.data())
+    def start(self, data):
+        draw = data.draw
+        self.accepted: set[str] = set()
+        block = draw(st.sampled_from([4, 8, 16]), label="block")
+        num_rows = draw(st.integers(1, 4), label="rows")
+        token_budget = draw(st.sampled_from(["adaptive", "adaptive", "additive", "static"]), label="token budget")
+        slots = draw(st.sampled_from([0, 0, 1, 3]), label="draft slots")
+        has_host = draw(st.booleans(), label="host")
+        self.policy = SchedulerPolicy(
+            block=block,
+            prefix_cache=draw(st.sampled_from([True, True, True, False]), label="cache"),
+            checkpoint=draw(st.sampled_from(["internal", "internal", "split", "off"]), label="checkpoint"),
+            checkpoint_stride=block * draw(st.sampled_from([1, 1, 2, 3]), label="stride"),
+            checkpoint_every=block * draw(st.sampled_from([0, 0, 2, 4]), label="every"),
+            token_budget=token_budget,
+            reserve_draft_slots=slots,
+            draft_capacity=draw(st.sampled_from([None, slots, 2 * slots]), label="capacity"),
+        )
         self.limits = limits(
             num_rows=num_rows,
-            num_slots=num_rows + 1,
-            num_pages=num_pages,
-            page_size=4,
-            max_step_tokens=budget,
-            max_model_len=40,
+            num_slots=num_rows + 1 + draw(st.integers(0, 6), label="spare slots"),
+            num_pages=draw(st.integers(2 + 48 // block, 2 + 160 // block), label="pages"),
+            page_size=block,
+            max_step_tokens=num_rows * slots + draw(st.integers(1, 40), label="step tokens"),
+            max_model_len=MAX_MODEL_LEN,
+            page_bytes=2,
+            slot_bytes=draw(st.sampled_from([1, 5]), label="slot bytes"),
+            host_cache_bytes=draw(st.sampled_from([7, 40, 1000]), label="host bytes") if has_host else 0,
         )
-        self.scheduler = Scheduler(self.limits, chunk_grid=GRID)
-        self.executor = FakeExecutor(self.limits, chunk_grid=GRID)
-        self.ledger = Ledger()
-        self.requests: dict[str, GenerationRequest] = {}
+        self.random = draw(st.randoms(use_true_random=False), label="the store's moods")
+        self.store_delay = draw(st.sampled_from([0, 0, 2, 6]), label="delay")
+        self.num_failing = draw(st.sampled_from([0, 0, 3]), label="tenths of transfers that fail")
+        self.drive = Drive(
+            self.limits,
+            self.policy,
+            overlap=draw(st.booleans(), label="overlap"),
+            store=FakeStore(delay=self._delay, is_failing=self._is_failing),
+        )
+
+    def _delay(self, transfer: Transfer) -> int:
+        return self.random.randint(0, self.store_delay)
+
+    def _is_failing(self, transfer: Transfer) -> bool:
+        return self.random.randint(0, 9) < self.num_failing
 
     @rule(
-        length=st.integers(1, 36),
-        max_tokens=st.integers(1, 12),
-        temperature=st.sampled_from([0.0, 1.0]),
-        priority=st.sampled_from([0, 0, 0, 1]),
+        base=st.integers(0, 2),
+        shared=st.integers(0, 70),
+        unique=st.integers(0, 20),
+        tail=st.integers(0, 3),
+        max_tokens=st.integers(1, 24),
+        sampling=st.sampled_from(SAMPLINGS),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        salt=st.sampled_from(["", "", "", "tenant"]),
     )
-    def add(self, length, max_tokens, temperature, priority):
-        number = len(self.requests)
-        request = GenerationRequest(
-            request_id=f"r{number}",
-            prompt_token_ids=prompt(length, number),
-            max_tokens=max_tokens,
-            sampling=SamplingParams(temperature=temperature),
-            priority=priority,
-        )
-        self.requests[request.request_id] = request
-        refused = self.scheduler.add(request, seed=number)
-        if refused is not None:
-            num_positions = length + max_tokens
-            assert num_positions > 40 or num_positions - 1 > (self.limits.num_pages - 1) * 4
-            self.ledger.take([refused])
+    def add(self, base, shared, unique, tail, max_tokens, sampling, priority, salt):
+        tokens = prompt(shared, base) + prompt(unique, 10 + tail)
+        self._add(tokens or (1,), max_tokens, sampling, priority, salt)
 
-    @precondition(lambda self: self.requests)
+    @precondition(lambda self: self._ended())
+    @rule(data=st.data(), question=st.integers(0, 9), max_tokens=st.integers(1, 12))
+    def go_on_with_a_chat(self, data, question, max_tokens):
+        last = self.drive.requests[data.draw(st.sampled_from(self._ended()))]
+        text = last.prompt_token_ids + tuple(self.drive.ledger.tokens[last.request_id]) + prompt(question, 40)
+        self._add(text, max_tokens, last.sampling, last.priority, last.cache_salt)
+
+    @precondition(lambda self: self.drive.requests)
     @rule(data=st.data())
     def abort(self, data):
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        last = self.scheduler.abort(request_id)
-        assert (last is None) == (request_id in self.ledger.last)
-        if last is not None:
-            self.ledger.take([last])
+        self._abort(data)
 
-    @precondition(lambda self: self.scheduler.has_requests)
-    @rule()
-    def step(self):
-        self.executor.submit(self._plan())
-        self.ledger.take(self.scheduler.apply(self.executor.collect()))
+    @precondition(lambda self: self._has_work())
+    @rule(count=st.integers(1, 5))
+    def step(self, count):
+        for _ in range(count):
+            self._step()
 
-    @precondition(lambda self: self.scheduler.has_requests)
     @rule()
-    def step_rejected(self):
-        plan = self._plan()
-        num_members = len(plan.decode_rows) + len(plan.chunks)
-        deltas = self.scheduler.reject("rejected")
-        assert len(deltas) == num_members
-        assert all(delta.finish_reason is FinishReason.ERROR for delta in deltas)
-        self.ledger.take(deltas)
+    def switch_overlap(self):
+        self.drive.overlap = not self.drive.overlap
 
-    @precondition(lambda self: self.scheduler.has_requests)
+    @precondition(lambda self: self.drive.in_flight)
     @rule()
-    def device_lost(self):
-        self.executor.submit(self._plan())
-        self.executor.reset()
-        self.ledger.take(self.scheduler.lose_device("lost"))
-        assert self.scheduler.num_running == 0
+    def read_a_result(self):
+        self.drive.collect()
+
+    @precondition(lambda self: self._has_work())
+    @rule(kind=st.sampled_from(["rejected", "submit", "collect"]))
+    def step_fails(self, kind):
+        self.drive.executor.inject(Fault(step=self.drive.scheduler.num_steps, kind=kind))
+        self._step()
+
+    @precondition(lambda self: self._has_work())
+    @rule(rows=st.sets(st.integers(0, 3), min_size=1, max_size=2))
+    def step_makes_nan(self, rows):
+        self.drive.executor.inject(Fault(step=self.drive.scheduler.num_steps, kind="nan", rows=tuple(rows)))
+        self._step()
+
+    @precondition(lambda self: self.drive.scheduler.has_requests)
+    @rule(data=st.data(), is_rejected=st.booleans())
+    def abort_between_plan_and_step(self, data, is_rejected):
+        plan = self.drive.plan()
+        self._abort(data)
+        if plan is None:
+            return
+        if is_rejected:
+            self.drive.reject()
+        else:
+            self.drive.submit(plan)
+
+    @rule()
+    def reset_the_cache(self):
+        self.drive.scheduler.reset_prefix_cache()
+        self.drive.scheduler.check_integrity()
+
+    @precondition(lambda self: self.drive.store.contents)
+    @rule(data=st.data())
+    def lose_a_key(self, data):
+        self.drive.store.forget([data.draw(st.sampled_from(sorted(self.drive.store.contents)))])
+
+    @rule()
+    def finish_transfers(self):
+        self.drive.finish_transfers()
 
     @invariant()
-    def pools_add_up(self):
-        if not hasattr(self, "scheduler"):
+    def refusals_are_of_what_can_never_fit(self):
+        if not hasattr(self, "drive"):
             return
-        scheduler = self.scheduler
-        assert scheduler.rows.num_used == scheduler.slots.num_used == scheduler.num_running
-        if scheduler.num_running == 0:
-            assert scheduler.pages.num_used == 0
-
-    @invariant()
-    def tokens_are_those_of_the_model_alone(self):
-        if not hasattr(self, "scheduler"):
-            return
-        for request_id, tokens in self.ledger.tokens.items():
-            request = self.requests[request_id]
-            expected = expected_tokens(request, seed=int(request_id[1:]))
-            assert tokens == expected[: len(tokens)]
-            last = self.ledger.last.get(request_id)
-            if last is not None and last.finish_reason is FinishReason.LENGTH:
-                assert tokens == expected
+        capacity = (self.limits.num_pages - 1) * self.limits.page_size
+        for request_id in self.refused:
+            request = self.drive.requests[request_id]
+            total = len(request.prompt_token_ids) + request.max_tokens
+            assert total > MAX_MODEL_LEN or num_positions_needed(request) > capacity
 
     def teardown(self):
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(2000):
-            if not self.scheduler.has_requests:
-                break
-            self.step()
-        assert set(self.ledger.last) == set(self.requests)
-        scheduler = self.scheduler
-        assert scheduler.rows.num_used == scheduler.slots.num_used == scheduler.pages.num_used == 0
+        if not hasattr(self, "drive") or sys.exc_info()[0] is not None:
+            return  # a failure of its own here would hide the first one
+        drive = self.drive
+        drive.settle()
+        assert set(drive.ledger.last) == set(drive.requests)
+        drive.assert_all_free()
 
-    def _plan(self):
-        plan = self.scheduler.plan()
-        assert plan is not None, "work exists and no step does any"
-        return plan
+    @property
+    def refused(self) -> list[str]:
+        last = self.drive.ledger.last
+        return [name for name in last if name not in self.accepted]
+
+    def _add(self, tokens, max_tokens, sampling, priority, salt):
+        request = GenerationRequest(
+            request_id=f"r{len(self.drive.requests)}",
+            prompt_token_ids=tokens,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.drive.add(request)
+        if request.request_id not in self.drive.ledger.last:
+            self.accepted.add(request.request_id)
+
+    def _abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.drive.requests)))
+        has_ended = request_id in self.drive.ledger.last
+        last = self.drive.abort(request_id)
+        assert (last is None) == has_ended
+
+    def _step(self):
+        drive = self.drive
+        could_wait = bool(drive.in_flight or drive.store.num_in_flight)
+        has_requests = drive.scheduler.has_requests
+        plan = drive.step()
+        could_wait = could_wait or bool(drive.store.num_in_flight)  # a load may have begun just now
+        assert plan is not None or could_wait or not has_requests, "work exists and no step does any"
+
+    def _has_work(self) -> bool:
+        return bool(self.drive.scheduler.has_requests or self.drive.in_flight)
+
+    def _ended(self) -> list[str]:
+        tokens = self.drive.ledger.tokens
+        return sorted(name for name in self.drive.ledger.last if tokens.get(name))
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def _settings(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+    )
+
+
+class TestSchedulerMachine(SchedulerMachine.TestCase):
+    """As many runs as fit into the tests of every change."""
+
+    settings = _settings(100)
+
+
+@pytest.mark.slow
+class TestManyRuns(SchedulerMachine.TestCase):
+    """Many more; their number is the profile's when that asks for more."""
+
+    settings = _settings(max(1500, settings.default.max_examples if settings.default else 0))

@@ -1,0 +1,174 @@
+"""The host tier: D20 (pins), D60, D61, D62.
+
+Of the catalogue of bugs: item 2 (a state saved from a place that was not it), 3 (a store that reads too early, a pin
+released too early), 7 (pages and state restored apart).
+"""
+
+import pytest
+
+from serving.core.types import EntryKind, TransferKind
+from serving.fake_memory import PageContent, SlotContent
+from serving.fake_store import FakeStore
+from tests.core.drive import Drive
+from tests.core.driver import limits, policy, prompt, same_prefix
+
+BLOCK = 16
+OVERLAP = pytest.mark.parametrize("overlap", [True, False])
+
+
+def _drive(*, overlap=False, store=None, **changes):
+    fields = {
+        "page_size": BLOCK,
+        "num_pages": 17,
+        "num_slots": 7,
+        "num_rows": 2,
+        "max_step_tokens": 64,
+        "max_model_len": 200,
+        "host_cache_bytes": 10_000,
+    }
+    store = FakeStore() if store is None else store
+    return Drive(limits(**(fields | changes)), policy(BLOCK), overlap=overlap, store=store)
+
+
+def _push_out(drive, *, rounds=8, first=20):
+    """Run other prompts until nothing of before is on the device."""
+    for i in range(first, first + rounds):
+        drive.run_alone(same_prefix(f"other{i}", prompt(120, i)))
+        drive.settle()
+
+
+def _keys(drive, kind):
+    content = PageContent if kind is EntryKind.PAGE else SlotContent
+    return [key for key, held in drive.store.contents.items() if isinstance(held, content)]
+
+
+@OVERLAP
+def test_pages_and_state_come_back_together(overlap):
+    """D60: what left the device is found again in the host's memory, up to its state."""
+    drive = _drive(overlap=overlap)
+    drive.run_alone(same_prefix("a", prompt(100)))
+    _push_out(drive)
+    assert drive.run_alone(same_prefix("b", prompt(100), prompt(5, 9))) == 96
+    assert any(transfer.kind is TransferKind.LOAD for transfer in drive.store.transfers)
+    drive.settle()
+    drive.assert_all_free()
+
+
+@OVERLAP
+@pytest.mark.parametrize("kind", list(EntryKind))
+def test_a_state_without_pages_or_pages_without_a_state_are_no_hit(kind, overlap):
+    """D60: the state is lost, or the pages are: the request starts at 0 and says the right thing."""
+    drive = _drive(overlap=overlap)
+    drive.run_alone(same_prefix("a", prompt(100)))
+    _push_out(drive)
+    drive.store.forget(_keys(drive, kind))
+    assert drive.run_alone(same_prefix("b", prompt(100), prompt(5, 9))) == 0
+    drive.settle()
+    drive.assert_all_free()
+
+
+@OVERLAP
+def test_a_load_that_fails_falls_back_to_what_the_device_has(overlap):
+    """D60: the hit counts what was really used."""
+    drive = _drive(overlap=overlap, store=FakeStore(is_failing=lambda transfer: transfer.kind is TransferKind.LOAD))
+    drive.run_alone(same_prefix("a", prompt(100)))
+    _push_out(drive)
+    assert drive.run_alone(same_prefix("b", prompt(100), prompt(5, 9))) == 0
+    drive.settle()
+    drive.assert_all_free()
+
+
+@OVERLAP
+def test_stores_that_fail_are_no_more_than_lost(overlap):
+    drive = _drive(overlap=overlap, store=FakeStore(is_failing=lambda transfer: transfer.kind is TransferKind.STORE))
+    drive.run_alone(same_prefix("a", prompt(100)))
+    _push_out(drive)
+    assert drive.run_alone(same_prefix("b", prompt(100), prompt(5, 9))) == 0
+    drive.settle()
+    drive.assert_all_free()
+
+
+def _stored_keys(identity="one", salt=""):
+    drive = _drive(identity=identity)
+    drive.run_alone(same_prefix("a", prompt(100), cache_salt=salt))
+    _push_out(drive)
+    return set(drive.store.contents)
+
+
+def test_everything_that_decides_the_bytes_is_in_the_keys():
+    """D61: dtypes, revision and layout are in the device's identity, tenants in the salt; equal ones share."""
+    same, again = _stored_keys(), _stored_keys()
+    assert same
+    assert same == again
+    assert not same & _stored_keys(identity="one, latents in float8")
+    assert not same & _stored_keys(identity="one, tp 8")
+    salted = _stored_keys(salt="tenant")
+    plain_only = {key for key in same if key not in salted}
+    assert plain_only  # the prompt of 100; the others carry no salt in both runs
+
+
+def test_a_page_and_the_state_behind_it_have_keys_of_their_own():
+    """D61."""
+    drive = _drive()
+    drive.run_alone(same_prefix("a", prompt(100)))
+    _push_out(drive)
+    entries = [entry for transfer in drive.store.transfers for entry in transfer.entries]
+    pages = {entry.key for entry in entries if entry.kind is EntryKind.PAGE}
+    slots = {entry.key for entry in entries if entry.kind is EntryKind.SLOT}
+    assert pages
+    assert slots
+    assert not pages & slots
+
+
+@OVERLAP
+@pytest.mark.parametrize("delay", [1, 3, 10])
+def test_a_slow_copy_keeps_its_source_from_everybody(delay, overlap):
+    """D62: the device raises on a write to a source; others take another block, or wait, and all end."""
+    drive = _drive(overlap=overlap, store=FakeStore(delay=delay))
+    for i in range(12):
+        drive.add(same_prefix(f"a{i}", prompt(100, i), max_tokens=6))
+    drive.run()
+    assert drive.store.transfers
+    drive.settle()
+    for i in range(4):
+        drive.run_alone(same_prefix(f"b{i}", prompt(100, i), prompt(4, 50)))
+    drive.settle()
+    drive.assert_all_free()
+
+
+def test_a_request_waits_for_pinned_memory_and_changes_nothing_meanwhile():
+    """D20: what it needs is pinned by a pending store; it stays queued and runs once the pin is gone."""
+    is_slow = [True]
+    drive = _drive(store=FakeStore(delay=lambda transfer: 10_000 if is_slow[0] else 0), num_pages=9, max_model_len=128)
+    for number in range(20):
+        if not drive.store.num_in_flight:
+            drive.run_alone(same_prefix(f"a{number}", prompt(100, number)))
+    pinned = {(entry.kind, entry.device_id) for transfer in drive.store.transfers for entry in transfer.entries}
+    needs_all = same_prefix("b", prompt(8 * BLOCK - 2, 900), max_tokens=2)  # every page of the device
+    drive.add(needs_all)
+    for _ in range(5):
+        assert drive.step() is None
+        free = drive.scheduler.rows.num_free, drive.scheduler.slots.num_free, drive.scheduler.pages.num_free
+        drive.step()
+        assert free == (
+            drive.scheduler.rows.num_free,
+            drive.scheduler.slots.num_free,
+            drive.scheduler.pages.num_free,
+        )
+    assert pinned
+    assert drive.scheduler.num_waiting == 1
+    is_slow[0] = False
+    drive.store.hurry()
+    drive.run()
+    assert len(drive.ledger.tokens["b"]) == 2
+
+
+@OVERLAP
+def test_the_store_is_never_filled_beyond_its_size(overlap):
+    """The fake store raises when it is; room is made by forgetting what is worth least."""
+    drive = _drive(overlap=overlap, host_cache_bytes=12, slot_bytes=3, page_bytes=1)
+    for i in range(20):
+        drive.run_alone(same_prefix(f"a{i}", prompt(100, i)))
+        drive.settle()
+    assert drive.store.contents
+    drive.assert_all_free()
