@@ -40,8 +40,7 @@ def admit(state: SchedulerState, request: LiveRequest, draft: PlanDraft, *, full
     if match is not None:
         _take_memory(state, request, match, draft)
     draft.pages.extend((request, index, page) for index, page in enumerate(request.pages))
-    (row,) = state.rows.allocate(1) or ()
-    state.start(request, row)
+    state.start(request)
     _open_life(state, request, match, start)
     draft.admitted.append(request)
     request.num_solo = solo_chunks(start=start, target=target, budget=full_budget, grid=grid)
@@ -78,7 +77,10 @@ def _take_memory(state: SchedulerState, request: LiveRequest, match: Match, draf
     cache, usable = state.cache, match.usable
     source = usable.checkpoint
     if source:
+        usable.num_reuses += 1
         cache.touch(usable)
+    if match.deepest is not usable:
+        match.deepest.num_reuses += 1
     request.resumed_by = usable.checkpoint_by
     slot = cache.allocate_row_slot()
     if slot is None:

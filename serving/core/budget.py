@@ -96,14 +96,11 @@ def shared_chunk_end(*, start: int, target: int, budget: int, grid: int) -> int:
 
 def solo_chunks(*, start: int, target: int, budget: int, grid: int) -> int:
     """Count the steps that a prompt takes alone, with all of every step."""
-    num_chunks, position = 1, start
     first = chunk_end(start=start, target=target, budget=budget, grid=grid, may_leave_grid=True)
-    if first < target:
-        # From the grid on, every chunk but the last has one size.
-        size = budget // grid * grid or budget
-        position = first
-        num_chunks += -(-(target - position) // size)
-    return num_chunks
+    if first == target:
+        return 1
+    size = budget // grid * grid or budget  # from the grid on, every chunk but the last has this size
+    return 2 + max(0, -(-(target - budget - first) // size))
 
 
 def may_be_passed(num_turns: int, num_solo: int) -> bool:

@@ -79,7 +79,7 @@ def _shape(state: SchedulerState, request: LiveRequest, start: int, end: int) ->
             shape = shape_chunk(state.policy, start=start, end=end, boundaries=wanted)
             if not shape.export:
                 return shape, 0
-            slot = checkpoint_slot(state, shape.export - start)
+            slot = checkpoint_slot(state, shape.export - start, node.num_reuses if node else 0)
             if slot is not None:
                 return shape, slot
         # Somebody has left it since, or no slot can be had: run on without.

@@ -11,7 +11,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable
 
-from serving.core.eviction import EvictionOrder
+from serving.core.eviction import EvictionOrder, value
 from serving.core.pools import IdPool
 from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest
@@ -99,8 +99,8 @@ class PrefixCache:
             node = node.parent
 
     def touch(self, node: PrefixNode) -> None:
-        """Note that the checkpoint of `node` was used."""
-        node.slot_ticket = self._slot_order.enter(node, node.saved / self._slot_bytes)
+        """Enter the checkpoint of `node` into the order of eviction, at today's age."""
+        node.slot_ticket = self._slot_order.enter(node, value(node.saved, node.num_reuses, self._slot_bytes))
 
     def publish(self, request: LiveRequest, end: int) -> None:
         """Enter the full pages of a request up to position `end`: they are written, or a step that does is on its way.
@@ -149,7 +149,7 @@ class PrefixCache:
         node.checkpoint_by = request.arrival
         request.checkpointed.append(node)
         self.num_checkpoints += 1
-        node.saved = node.num_tokens - _checkpoint_before(node)
+        node.saved = tokens_saved(node)
         self.touch(node)
         if _is_leaf(node):
             self._enter_page(node)
@@ -160,6 +160,8 @@ class PrefixCache:
         slot, node.checkpoint = node.checkpoint, 0
         self.num_checkpoints -= 1
         node.slot_ticket = 0
+        if _is_leaf(node):
+            self._enter_page(node)
         return slot
 
     def release(self, request: LiveRequest) -> None:
@@ -232,14 +234,15 @@ class PrefixCache:
             return None
         return self._take_slot()
 
-    def allocate_checkpoint_slot(self, num_saved: int, *, num_reserved: int) -> int | None:
-        """Take a slot for a checkpoint that saves `num_saved` tokens; None when running requests or better ones hold
-        or are about to need all of them (`num_reserved`)."""
+    def allocate_checkpoint_slot(self, num_saved: int, num_reuses: int, *, num_reserved: int) -> int | None:
+        """Take a slot for a checkpoint that saves `num_saved` tokens.
+
+        None when all are held by running requests or better checkpoints, or about to be needed (`num_reserved`).
+        """
         if self.num_available_slots <= num_reserved:
             return None
         if not self.slots.num_free:
-            lowest = self._slot_order.lowest()
-            if lowest is None or lowest > self._slot_order.age + num_saved / self._slot_bytes:
+            if not self._slot_order.displaces(value(num_saved, num_reuses, self._slot_bytes)):
                 return None
             self._evict_checkpoint()
         return self._take_slot()
@@ -332,8 +335,9 @@ class PrefixCache:
 
     def _enter_page(self, node: PrefixNode) -> None:
         # Without a checkpoint behind it a page saves nothing, until the junction is seen again.
-        value = node.saved / (self._page_bytes + self._slot_bytes) if node.checkpoint else 0.0
-        node.page_ticket = self._page_order.enter(node, value)
+        num_bytes = self._page_bytes + self._slot_bytes
+        worth = value(node.saved, node.num_reuses, num_bytes) if node.checkpoint else 0.0
+        node.page_ticket = self._page_order.enter(node, worth)
 
     def _swap_page(self, node: PrefixNode, request: LiveRequest) -> None:
         """Let the request's own page stand for `node`, whose page nobody reads."""
@@ -408,8 +412,9 @@ def _is_evictable_checkpoint(node: PrefixNode, ticket: int) -> bool:
     return node.slot_ticket == ticket and bool(node.checkpoint) and not node.is_checkpoint_pinned
 
 
-def _checkpoint_before(node: PrefixNode) -> int:
+def tokens_saved(node: PrefixNode) -> int:
+    """Tokens that a checkpoint at `node` saves: those since the checkpoint before it."""
     before = node.parent
     while before is not None and not before.checkpoint:
         before = before.parent
-    return 0 if before is None else before.num_tokens
+    return node.num_tokens - (0 if before is None else before.num_tokens)

@@ -18,6 +18,7 @@ class PrefixNode:
         "is_checkpoint_pinned",
         "is_dropped",
         "num_children",
+        "num_reuses",
         "num_tokens",
         "page",
         "page_ticket",
@@ -34,6 +35,7 @@ class PrefixNode:
         self.page = page
         self.readers = 0
         self.num_children = 0
+        self.num_reuses = 0  # how often a request started here, or would have if there had been a checkpoint
         self.checkpoint = 0  # slot that holds the state after this page; 0: none
         self.checkpoint_by = -1  # arrival of the request that computed it
         self.saved = 0  # tokens not recomputed when the checkpoint is hit: those since the one before

@@ -8,6 +8,7 @@ rejected one takes them back.
 from __future__ import annotations
 
 from serving.core.plan_draft import DraftCopy, PlanDraft
+from serving.core.prefix_cache import tokens_saved
 from serving.core.request import LiveRequest
 from serving.core.state import Dispatched, SchedulerState
 from serving.core.types import SlotCopy
@@ -78,7 +79,7 @@ def keep_state(state: SchedulerState, request: LiveRequest, draft: PlanDraft) ->
     if older is not None and older.checkpoint and not older.is_checkpoint_pinned:
         slot = cache.detach(older)
     else:
-        slot = checkpoint_slot(state, position)
+        slot = checkpoint_slot(state, tokens_saved(node), node.num_reuses)
         if slot is None:
             return
     request.kept = None if is_decode else request.kept
@@ -86,10 +87,10 @@ def keep_state(state: SchedulerState, request: LiveRequest, draft: PlanDraft) ->
     draft.kept.append(DraftCopy(request, node, slot, is_decode))
 
 
-def checkpoint_slot(state: SchedulerState, num_saved: int) -> int | None:
+def checkpoint_slot(state: SchedulerState, num_saved: int, num_reuses: int) -> int | None:
     """Take a slot for a checkpoint unless those who wait for a row need it."""
     num_reserved = min(len(state.waiting), state.rows.num_free)
-    return state.cache.allocate_checkpoint_slot(num_saved, num_reserved=num_reserved)
+    return state.cache.allocate_checkpoint_slot(num_saved, num_reuses, num_reserved=num_reserved)
 
 
 def leave(state: SchedulerState, request: LiveRequest) -> None:

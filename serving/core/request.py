@@ -70,6 +70,7 @@ class LiveRequest:
     num_admissions: int = 0  # tells a result of an earlier life from one of this life
     num_device_failures: int = 0
     has_good_result: bool = False  # in this life: then nothing it has read was NaN
+    is_plain: bool = False  # runs, has a result, no logprobs: its next result is most likely one token and nothing else
     has_reported: bool = False
     queued_s: float | None = None  # from arrival to the first admission
     num_resumed: int = 0  # positions that this life started with

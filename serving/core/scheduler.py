@@ -41,6 +41,7 @@ from serving.core.types import (
 from serving.core.validation import num_positions_needed, refuse
 
 _MAX_DEVICE_FAILURES = 2
+_new_tuple = tuple.__new__
 
 
 class Scheduler:
@@ -186,28 +187,22 @@ class Scheduler:
         if result.step != dispatched.plan.step or [row.row for row in result.rows] != dispatched.rows:
             raise AssertionError(f"step {dispatched.plan.step} with rows {dispatched.rows} got the result {result}")
         deltas: list[OutputDelta] = []
-        stale = dispatched.stale
+        num_plain = 0
         for request, row in zip(dispatched.sampled, result.rows, strict=True):
-            if request.phase is Phase.ENDED or (stale and request in stale):
+            _, token_ids, _, is_nan = row
+            # The common case in one piece: it runs for every row of every step.
+            if request.is_plain and not is_nan and len(token_ids) == 1:
+                tokens = request.tokens
+                if len(tokens) < request.end_at and token_ids[0] not in request.stop_token_ids:
+                    tokens.append(token_ids[0])
+                    num_plain += 1
+                    # A third of the time that OutputDelta(request.request_id, token_ids) takes.
+                    deltas.append(_new_tuple(OutputDelta, (request.request_id, token_ids, (), None, None, 0, None)))
+                    continue
+            if request.phase is Phase.ENDED or request in dispatched.stale:
                 continue
-            token_ids = row.token_ids
-            tokens = request.tokens
-            if (
-                len(token_ids) == 1
-                and request.has_good_result
-                and not request.wants_logprobs
-                and not row.is_nan
-                and len(tokens) < request.end_at
-                and token_ids[0] not in request.stop_token_ids
-            ):
-                # The common case in one piece: it runs for every row of every step.
-                tokens.append(token_ids[0])
-                state.counts.generated_tokens += 1
-                deltas.append(OutputDelta(request.request_id, token_ids))
-            elif row.is_nan:
-                deltas.append(self._end_nan(request))
-            else:
-                deltas.append(self._accept(request, row))
+            deltas.append(self._end_nan(request) if is_nan else self._accept(request, row))
+        state.counts.generated_tokens += num_plain
         return deltas
 
     def reject(self, error: str) -> list[OutputDelta]:
@@ -240,6 +235,7 @@ class Scheduler:
             request.pages, request.node = [], request.root
             request.published, request.checkpointed, request.boundaries = [], [], []
             request.num_written = request.pause_at = request.num_loaded = 0
+            request.is_plain = False
         lose_transfers(state)
         running = list(state.running)
         for group in (state.running, state.prefilling, state.decoding):
@@ -325,6 +321,7 @@ class Scheduler:
         if request.num_generated == 0:
             state.counts.prompt_tokens += request.num_prompt
         request.has_good_result = True
+        request.is_plain = not wants_logprobs and request.row is not None
         num_taken, reason = request.accept(result.token_ids)
         state.counts.generated_tokens += num_taken
         is_first, request.has_reported = not request.has_reported, True
@@ -376,3 +373,4 @@ class Scheduler:
         if request not in state.moving:
             forget_parked(state, request)
         request.phase = Phase.ENDED
+        request.is_plain = False

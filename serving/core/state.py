@@ -105,9 +105,12 @@ class SchedulerState:
         request.phase = Phase.WAITING
         bisect.insort(self.waiting, request, key=request_key)
 
-    def start(self, request: LiveRequest, row: int) -> None:
-        """Give a request its row."""
-        request.row = row
+    def start(self, request: LiveRequest) -> None:
+        """Give a request a row; one must be free."""
+        rows = self.rows.allocate(1)
+        if rows is None:
+            raise AssertionError("a row was counted as free and is not")
+        request.row = rows[0]
         request.phase = Phase.PREFILL
         bisect.insort(self.running, request, key=request_key)
         bisect.insort(self.prefilling, request, key=request_key)
@@ -145,5 +148,6 @@ class SchedulerState:
             self.cache.slots.release((request.slot,))
             request.slot = None
         request.num_written = request.pause_at = 0
+        request.is_plain = False
         request.kept = None
         request.boundaries = []

@@ -1,0 +1,96 @@
+"""What the scheduler costs: microseconds of Python per step, plan and apply together, on one core.
+
+Usage: python scripts/bench_scheduler.py [--rows 16 256] [--steps 512] [--no-prefix-cache]
+
+Rows that decode at once, prompts of 500 to 1500 tokens that share prefixes, checkpoints and page turns included; one
+step in flight while the next is planned. The device is left out: its answers are made up beforehand. CPU time of the
+thread, so that neighbours on the machine do not count; the median and the mean of all steps, which differ by the steps
+in which pages turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import deque
+
+from serving.core.policy import SchedulerPolicy
+from serving.core.scheduler import Scheduler
+from serving.core.types import ExecutorLimits, GenerationRequest, RowResult, SamplingParams, StepPlan, StepResult
+
+
+def main() -> None:
+    """Print a line per number of rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="running requests")
+    parser.add_argument("--steps", type=int, default=512, help="measured steps")
+    parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    print(f"{'rows':>5} {'plan':>8} {'apply':>8} {'median':>8} {'mean':>8} {'p99':>8}   us per step, plan + apply")
+    for num_rows in args.rows:
+        plan, apply = measure(num_rows, args.steps, prefix_cache=args.prefix_cache)
+        both = sorted(p + a for p, a in zip(plan, apply, strict=True))
+        print(
+            f"{num_rows:5d} {statistics.mean(plan):8.1f} {statistics.mean(apply):8.1f} {statistics.median(both):8.1f} "
+            f"{statistics.mean(both):8.1f} {both[int(0.99 * len(both))]:8.1f}"
+        )
+
+
+def measure(num_rows: int, num_steps: int, *, prefix_cache: bool) -> tuple[list[float], list[float]]:
+    """Microseconds of each plan and each apply while `num_rows` requests decode."""
+    limits = ExecutorLimits(
+        num_rows=num_rows,
+        num_pages=1 + num_rows * 40,
+        num_slots=1 + 2 * num_rows,
+        page_size=64,
+        max_step_tokens=8192,
+        max_model_len=32768,
+        vocab_size=163840,
+        page_bytes=884_736,
+        slot_bytes=56_000_000,
+    )
+    scheduler = Scheduler(limits, policy=SchedulerPolicy(prefix_cache=prefix_cache))
+    for number in range(num_rows):
+        prompt = [(number % 8) * 1000 + i for i in range(400)] + [
+            number * 7 + i for i in range(100 + number * 37 % 1000)
+        ]
+        request = GenerationRequest(
+            request_id=f"request-{number}",
+            prompt_token_ids=tuple(prompt),
+            max_tokens=num_steps + 512,
+            sampling=SamplingParams(seed=1),
+            stop_token_ids=(163_586, 163_585),
+        )
+        if scheduler.add(request, seed=1) is not None:
+            raise SystemExit("the benchmark's own request was refused")
+    in_flight: deque[StepPlan] = deque()
+    plans: list[float] = []
+    applies: list[float] = []
+    while len(plans) < num_steps:
+        started = time.thread_time()
+        plan = scheduler.plan()
+        planned = time.thread_time()
+        if plan is not None:
+            in_flight.append(plan)
+        result = _answer(in_flight.popleft()) if len(in_flight) > 1 or plan is None else None
+        if result is None:
+            continue
+        answered = time.thread_time()
+        scheduler.apply(result)
+        applied = time.thread_time()
+        if plan is not None and len(plan.decode_rows) == num_rows:
+            plans.append((planned - started) * 1e6)
+            applies.append((applied - answered) * 1e6)
+    return plans, applies
+
+
+def _answer(plan: StepPlan) -> StepResult:
+    rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks if chunk.is_last)]
+    return StepResult(
+        step=plan.step, rows=tuple(RowResult(row, (1000 + (row * 31 + plan.step) % 5000,)) for row in rows)
+    )
+
+
+if __name__ == "__main__":
+    main()
