@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,11 +104,11 @@ def kda_decode_reference(
 class _Scratch:
     """Shared memory of a block."""
 
-    vectors: object  # [warpgroups, 4 (q|k|v|decay), 128] float32
-    outputs: object  # [128] float32
-    are_done: object  # every warpgroup has read its tail and stored its outputs
-    state: object = None  # [128, 128] float32, staged tiles only
-    arrived: object = None  # [128 / rows_per_step]
+    vectors: Any  # [warpgroups, 4 (q|k|v|decay), 128] float32
+    outputs: Any  # [128] float32
+    are_done: Any  # every warpgroup has read its tail and stored its outputs
+    state: Any = None  # [128, 128] float32, staged tiles only
+    arrived: Any = None  # [128 / rows_per_step]
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def decode_kernel(rows: int, heads: int, dtype, tiles: DecodeTiles, eps: float, 
         def rows_of(index: int):
             return pl.ds(first + index * step, step)
 
-        def fetch(index: int):
+        def fetch(index: int) -> Any:
             ref = states.at[layer, slot, head, rows_of(index)]
             if not tiles.is_staged:
                 return plgpu.load(ref, layout=layout, optimized=False)

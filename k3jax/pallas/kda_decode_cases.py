@@ -101,7 +101,7 @@ def draw(case: DecodeCase, rng: np.random.Generator) -> DecodeInputs:
         state_pool=state_pool,
         conv_pool=conv_pool,
     )
-    while case.scale and (ties := _near_tie(_summed(inputs)[1])).any():
+    while case.scale and (ties := near_tie(_summed(inputs)[1])).any():
         rows, parts, lanes = np.nonzero(ties)
         inputs.packed[inputs.live[rows], parts, lanes] = normal(len(rows)).astype(BF16)
     return inputs
@@ -117,15 +117,15 @@ def oracle(inputs: DecodeInputs, eps: float, lower_bound: float) -> tuple[np.nda
     v = convolved[:, 2]
     shifted = inputs.decay[live].astype(np.float64) + inputs.dt_bias[stacked]
     rate = np.exp(inputs.a_log[stacked].astype(np.float64))[:, None]
-    factor = np.exp(lower_bound * _sigmoid(rate * shifted.reshape(len(live), heads, HEAD_DIM)))
-    strength = _sigmoid(inputs.beta[live].astype(np.float64))
+    factor = np.exp(lower_bound * sigmoid(rate * shifted.reshape(len(live), heads, HEAD_DIM)))
+    strength = sigmoid(inputs.beta[live].astype(np.float64))
     state = inputs.state_pool[layer, inputs.slots[live]].astype(np.float64) * factor[:, :, None, :]
     pseudo = strength[..., None] * (v - np.einsum("nhvk,nhk->nhv", state, k))
     state += pseudo[..., :, None] * k[..., None, :]
     mixed = np.einsum("nhvk,nhk->nhv", state, q) * HEAD_DIM**-0.5
     normed = mixed / np.sqrt(np.mean(mixed * mixed, axis=-1, keepdims=True) + eps) * inputs.out_norm[stacked]
     out = np.zeros(inputs.decay.shape)
-    out[live] = normed.reshape(len(live), heads * HEAD_DIM) * _sigmoid(inputs.packed[live, 3].astype(np.float64))
+    out[live] = normed.reshape(len(live), heads * HEAD_DIM) * sigmoid(inputs.packed[live, 3].astype(np.float64))
     return out, state, window[:, 1:].astype(BF16)
 
 
@@ -135,17 +135,17 @@ def _summed(inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
     tail = inputs.conv_pool[layer, inputs.slots[live]].astype(np.float64)
     window = np.concatenate([tail, inputs.packed[live, None, :3].astype(np.float64)], axis=1)
     total = np.einsum("njpw,pwj->npw", window, inputs.taps[stacked].astype(np.float64))
-    return window, total * _sigmoid(total)
+    return window, total * sigmoid(total)
 
 
-def _near_tie(x: np.ndarray) -> np.ndarray:
+def near_tie(x: np.ndarray) -> np.ndarray:
     """Whether rounding to bf16 could go either way."""
     mantissa, _ = np.frexp(x)
     position = np.abs(mantissa) * 256  # 8 significant bits
     return np.abs(position - np.floor(position) - 0.5) < TIE_MARGIN
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
+def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 

@@ -1,39 +1,38 @@
-"""Time the KDA decode kernel at K3's shapes on a GPU: one JSON line per batch and tiling.
+"""Time KDA decode and verify at K3's shapes on a GPU: one JSON line per batch and tiling.
 
-Cold: calls of one jitted program rotate over layers of a pool larger than the L2 cache. The time of a call is the
-difference between programs of n and 3 n calls, so the cost of starting a program cancels. `--sweep` times every tiling,
-otherwise the one the kernel would choose. `launch_us` is the same program with every row dead: what a launch costs
-before any byte moves.
+Cold: the calls of a graph rotate over layers of a pool larger than the L2 cache. `--sweep` times every tiling,
+otherwise the one the kernel would choose. `launch_us` is the same graph with every row dead: what a launch costs before
+any state moves.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
 import os
 import pathlib
 import sys
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1",
-)
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
+from bench.graph import graph_us  # noqa: E402
 
 from k3jax import presets  # noqa: E402
-from k3jax.pallas import kda_decode  # noqa: E402
+from k3jax.pallas import kda_decode, kda_verify  # noqa: E402
 from k3jax.pallas.kda_decode import DecodeTiles, StackedParams, Token  # noqa: E402
+from k3jax.pallas.kda_verify import VerifyTiles  # noqa: E402
+from k3jax.replay import Records  # noqa: E402
 
 HEAD_DIM = 128
-COLD_BYTES = 120e6  # touched by one program, against 60 MB of L2
+COLD_BYTES = 150e6  # touched by one round of calls, against 60 MB of L2
 COPY_BYTES_PER_S = 4.10e12  # measured on an H200, read + write
-SWEEP = tuple(
+READ_BYTES_PER_S = 4.27e12
+DECODE_SWEEP = tuple(
     DecodeTiles(warpgroups=groups, lanes_per_row=lanes, rows_per_step=step, is_staged=staged)
     for groups, lanes, step, staged in (
         (4, 8, 32, False),
@@ -48,80 +47,126 @@ SWEEP = tuple(
         (2, 16, 16, True),
     )
 )
+VERIFY_SWEEP = tuple(
+    VerifyTiles(lanes_per_row=lanes, tokens_per_step=step) for lanes, step in ((8, 3), (8, 1), (16, 3))
+)
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64, 256])
     parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--verify-tokens", type=int, default=9, help="tokens a row verifies (default: 9)")
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     args = parser.parse_args()
     for batch in args.batch:
-        for tiles in SWEEP if args.sweep else (kda_decode.tiles_for(batch),):
-            row = {"op": "kda_decode", "batch": batch, "heads": args.heads, **vars_of(tiles)}
-            try:
-                row |= measure(batch, args.heads, tiles)
-            except Exception as error:  # a tiling the compiler refuses must not end the sweep
-                row["failed"] = f"{type(error).__name__}: {error}"[:300]
-            print(json.dumps(row), flush=True)
+        for tiles in DECODE_SWEEP if args.sweep else (kda_decode.tiles_for(batch),):
+            emit("kda_decode", batch, args.heads, tiles, measure_decode)
+    for batch in args.batch:
+        for tiles in VERIFY_SWEEP if args.sweep else (kda_verify.DEFAULT_TILES,):
+            if batch <= 64:
+                measure = functools.partial(measure_verify, tokens=args.verify_tokens)
+                emit("kda_verify", batch, args.heads, tiles, measure)
 
 
-def vars_of(tiles: DecodeTiles) -> dict:
-    """The tiling as JSON fields."""
-    return {name: getattr(tiles, name) for name in ("warpgroups", "lanes_per_row", "rows_per_step", "is_staged")}
+def emit(op: str, batch: int, heads: int, tiles, measure) -> None:
+    """Measure one line and print it."""
+    row = {"op": op, "batch": batch, "heads": heads, **dataclasses.asdict(tiles)}
+    try:
+        row |= measure(batch, heads, tiles)
+    except Exception as error:  # a tiling the compiler refuses must not end the sweep
+        row["failed"] = f"{type(error).__name__}: {error}"[:300]
+    print(json.dumps(row), flush=True)
 
 
-def measure(batch: int, heads: int, tiles: DecodeTiles) -> dict:
-    """Microseconds of a call, its floor and the cost of an empty launch."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Arguments shared by the calls of one measurement, as torch tensors."""
+
+    indices: list  # one [2] per layer
+    live: object  # [batch] slots
+    dead: object
+    token: Token
+    params: StackedParams
+    state: object
+    tails: object
+
+
+def setup(batch: int, heads: int, tokens: int, num_layers: int) -> Setup:
+    """Random tensors for `batch` rows of `tokens` tokens over `num_layers` layers."""
+    import torch
+
+    width = heads * HEAD_DIM
+
+    def normal(*shape, scale=1.0, dtype=torch.bfloat16):
+        return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+    rows = batch * tokens
+    live = torch.arange(1, batch + 1, device="cuda", dtype=torch.int32)
+    return Setup(
+        indices=[torch.full((2,), layer, device="cuda", dtype=torch.int32) for layer in range(num_layers)],
+        live=live,
+        dead=torch.zeros_like(live),
+        token=Token(normal(rows, 4, width), normal(rows, width), normal(rows, heads)),
+        params=StackedParams(
+            normal(num_layers, 3, width, 4, scale=0.5, dtype=torch.float32),
+            normal(num_layers, heads, scale=0.5, dtype=torch.float32),
+            normal(num_layers, width, dtype=torch.float32),
+            normal(num_layers, HEAD_DIM, dtype=torch.float32),
+        ),
+        state=normal(num_layers, batch + 1, heads, HEAD_DIM, HEAD_DIM, scale=0.3, dtype=torch.float32),
+        tails=normal(num_layers, batch + 1, 3, 3, width),
+    )
+
+
+def measure_decode(batch: int, heads: int, tiles: DecodeTiles) -> dict:
+    """Microseconds of a call, of an empty one, and the floor."""
     width = heads * HEAD_DIM
     moved = batch * (2 * width * HEAD_DIM * 4 + 2 * 9 * width * 2 + 6 * width * 2)
-    num_layers = min(128, max(3, math.ceil(COLD_BYTES / moved)))
-    repeats = math.ceil(32 / num_layers)
-    keys = iter(jax.random.split(jax.random.key(0), 16))
-
-    def normal(shape, dtype, scale=1.0):
-        return (jax.random.normal(next(keys), shape, jnp.float32) * scale).astype(dtype)
-
-    token = Token(
-        normal((batch, 4, width), jnp.bfloat16),
-        normal((batch, width), jnp.bfloat16),
-        normal((batch, heads), jnp.bfloat16),
-    )
-    params = StackedParams(
-        normal((num_layers, 3, width, 4), jnp.float32, 0.5),
-        normal((num_layers, heads), jnp.float32, 0.5),
-        normal((num_layers, width), jnp.float32),
-        normal((num_layers, HEAD_DIM), jnp.float32),
-    )
-    state = normal((num_layers, batch + 1, heads, HEAD_DIM, HEAD_DIM), jnp.float32, 0.3)
-    tails = normal((num_layers, batch + 1, 3, 3, width), jnp.bfloat16)
-    config = presets.k3()
-
-    def program(repeats, slots, state, tails, token, params):
-        for layer in [*range(num_layers)] * repeats:
-            indices = jnp.full(2, layer, jnp.int32)
-            out, state, tails = kda_decode.kda_decode_pallas(
-                indices, slots, token, params, state, tails, config, tiles=tiles
-            )
-        return out, state, tails
-
-    short, long = (jax.jit(functools.partial(program, n), donate_argnums=(1, 2)) for n in (repeats, 3 * repeats))
-    live = jnp.arange(1, batch + 1, dtype=jnp.int32)
-    times = {}
-    for name, slots in (("us", live), ("launch_us", jnp.zeros_like(live))):
-        samples = {}
-        for run in (short, long):
-            samples[run] = []
-            for _ in range(12):
-                start = time.perf_counter()
-                out, state, tails = run(slots, state, tails, token, params)
-                out.block_until_ready()
-                samples[run].append(time.perf_counter() - start)
-        cost = {run: sorted(taken[2:])[len(taken[2:]) // 2] for run, taken in samples.items()}
-        times[name] = round((cost[long] - cost[short]) / (2 * repeats * num_layers) * 1e6, 2)
+    s = setup(batch, heads, 1, min(192, max(3, math.ceil(COLD_BYTES / moved))))
+    kernel = functools.partial(kda_decode.kda_decode_pallas, config=presets.k3(), tiles=tiles)
+    times = {
+        name: round(graph_us(kernel, [(i, slots, s.token, s.params, s.state, s.tails) for i in s.indices]), 2)
+        for name, slots in (("us", s.live), ("launch_us", s.dead))
+    }
     floor = moved / COPY_BYTES_PER_S * 1e6
-    return {**times, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2), "layers": num_layers}
+    return {**times, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2)}
+
+
+def measure_verify(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> dict:
+    """The same for verify; the floor counts the state read once and the records written."""
+    import torch
+
+    width = heads * HEAD_DIM
+    moved = batch * (width * HEAD_DIM * 4 + tokens * width * (4 + 4 + 6 + 12) + 9 * width * 2)
+    num_layers = min(192, max(3, math.ceil(COLD_BYTES / moved)))
+    s = setup(batch, heads, tokens, num_layers)
+    cu_seqlens = torch.arange(0, batch * tokens + 1, tokens, device="cuda", dtype=torch.int32)
+    lead = (num_layers, batch, tokens)
+    records = Records(
+        torch.zeros(*lead, heads, HEAD_DIM, device="cuda"),
+        torch.zeros(*lead, 2, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16),
+        torch.zeros(*lead, 3, width, device="cuda", dtype=torch.bfloat16),
+    )
+    out = torch.zeros(batch * tokens, width, device="cuda", dtype=torch.bfloat16)
+
+    def kernel(*arguments):
+        outputs, written = kda_verify.kda_verify_pallas(*arguments, presets.k3(), tiles=tiles)
+        return outputs, *written
+
+    times = {
+        name: round(
+            graph_us(
+                kernel,
+                [(i, cu_seqlens, slots, s.token, s.params, s.state, s.tails, records, out) for i in s.indices],
+            ),
+            2,
+        )
+        for name, slots in (("us", s.live), ("launch_us", s.dead))
+    }
+    floor = moved / READ_BYTES_PER_S * 1e6
+    return {**times, "tokens": tokens, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2)}
 
 
 if __name__ == "__main__":
