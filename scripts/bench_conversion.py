@@ -122,14 +122,18 @@ def measure(
     os.sync()  # what others wrote must not be paid for here
     begun = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit(f"{' '.join(command)} ended with status {status}")
+    _, process.returncode, usage = os.wait4(process.pid, 0)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}")
     each_file(target, os.fsync)
     seconds = time.monotonic() - begun
     peak = usage.ru_maxrss * 1024
     ratio = "" if base is None else f", {100 * num_bytes / seconds / base:.0f} % of cp"
-    print(f"{name}: {seconds:.1f} s, {num_bytes / 1e6 / seconds:.0f} MB/s, peak {peak / 1e9:.2f} GB{ratio}", flush=True)
+    rate, cpu = num_bytes / seconds, usage.ru_utime + usage.ru_stime
+    print(
+        f"{name}: {seconds:.1f} s, {rate / 1e6:.0f} MB/s{ratio}, peak {peak / 1e9:.2f} GB, {cpu:.0f} CPU seconds",
+        flush=True,
+    )
     return num_bytes / seconds
 
 

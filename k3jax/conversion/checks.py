@@ -56,8 +56,8 @@ def expected_tree(checkpoint: Checkpoint) -> Tree:
 def content_rules(checkpoint: Checkpoint) -> ContentRules:
     """Which vectors are padded with zeros, and from which entry on."""
     sources = (source for _, spec in flatten(expected_tree(checkpoint)) for source in spec.sources())
-    padded = (source for source in sources if source.padded_to)
-    return ContentRules(used={s.name: s.shape[0] for s in padded if checkpoint.tensors[s.name].shape[0] > s.shape[0]})
+    stored = [(s, checkpoint.tensors[s.name]) for s in sources if s.padded_to and s.name in checkpoint.tensors]
+    return ContentRules(used={source.name: source.shape[0] for source, t in stored if t.shape != source.shape})
 
 
 def _folder(checkpoint: Checkpoint) -> FolderConfig:
