@@ -1,0 +1,279 @@
+"""What the engine's decisions are worth, as ratios in one run: `python scripts/bench_engine.py --model demo` on a GPU.
+
+Each section runs the same requests twice through scheduler, executor and step, once in our way and once in the other:
+adaptive against static token budget, a checkpoint out of the prompt's own pass against one from a second pass, sliced
+against gathered mixed batches, overlap on against off, and a prefix from host memory against computing it again.
+Prints JSON lines. `--model slice` is the K3 rank slice of scripts/bench_slice.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
+
+from k3jax import cache, params, presets  # noqa: E402
+from k3jax.pallas import dispatch  # noqa: E402
+from k3jax.programs import StepProgram  # noqa: E402
+from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
+from k3jax.step_inputs import StepShape  # noqa: E402
+from serving.core.policy import SchedulerPolicy  # noqa: E402
+from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams  # noqa: E402
+from serving.executor import DeviceExecutor  # noqa: E402
+from serving.state.store import HostMemoryStore  # noqa: E402
+from serving.step_loop import StepLoop  # noqa: E402
+
+SECTIONS = ("budget", "checkpoint", "overlap", "host", "mixed")
+PREFILL = (0, 512, 2048, 8192)
+ROWS = 16
+
+
+class Resized:
+    """An executor that tells the scheduler other limits than it has."""
+
+    def __init__(self, executor: DeviceExecutor, **changes: Any) -> None:
+        self._executor = executor
+        self.limits = dataclasses.replace(executor.limits, **changes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a set of requests saw."""
+
+    ttft_s: list[float]
+    tokens_per_s: float
+    seconds: dict[str, float]
+
+
+def main() -> int:
+    """Build the executors and run the sections."""
+    args = parse()
+    bench = Bench(args)
+    for name in args.section or SECTIONS:
+        getattr(bench, name)()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("demo", "slice"), default="demo")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the slice (default: 4)")
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="repeat for several (default: all)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs per figure; medians are printed (default: 5)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    return parser.parse_args()
+
+
+class Bench:
+    """One model's weights and the executors over them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.config = presets.demo() if args.model == "demo" else slice_config(args.layers)
+        self.dtype = jnp.dtype(args.dtype)
+        self.tree = params.abstract(self.config)
+        self.weights = random_weights(self.config, self.tree, self.dtype)
+        self.random = np.random.default_rng(0)
+        self.count = 0
+        self.executor = self.build("zero-copy")
+
+    def build(self, mixed_batch: Any) -> DeviceExecutor:
+        """Compile one row bucket, every prefill bucket."""
+        started = time.perf_counter()
+        pages_per_row = 640  # 40,960 tokens
+        shape = cache.CacheShape(num_rows=ROWS, num_pages=4001, num_slots=65, pages_per_row=pages_per_row)
+        mesh = make_mesh()
+        ops, kernels = dispatch.choose(jax.default_backend())
+        program = StepProgram(
+            config=self.config,
+            cache_shape=shape,
+            tree=self.tree,
+            dtype=self.dtype,
+            mesh=mesh,
+            parallel=parallel_of(mesh),
+            ops=ops,
+            mixed_batch=mixed_batch,
+        )
+        page_bytes, slot_bytes = cache.pool_bytes(self.config, self.dtype)
+        store = HostMemoryStore(8 * 10**9)
+        limits = ExecutorLimits(
+            num_rows=ROWS,
+            num_pages=shape.num_pages,
+            num_slots=shape.num_slots,
+            page_size=cache.PAGE_SIZE,
+            max_step_tokens=PREFILL[-1],
+            max_model_len=pages_per_row * cache.PAGE_SIZE,
+            vocab_size=self.config.vocab_size,
+            page_bytes=page_bytes,
+            slot_bytes=slot_bytes,
+            host_cache_bytes=store.capacity_bytes,
+            identity=f"bench {self.args.model}",
+        )
+        shapes = [StepShape(rows=ROWS, prefill_tokens=tokens) for tokens in PREFILL]
+        executor = DeviceExecutor(program, self.weights, limits, store=store, shapes=shapes)
+        emit(
+            model=self.args.model,
+            layers=self.config.num_hidden_layers,
+            device=jax.devices()[0].device_kind,
+            mixed_batch=mixed_batch,
+            compile_seconds=time.perf_counter() - started,
+            ops={choice.op: choice.backend for choice in kernels},
+        )
+        return executor
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        return tuple(self.random.integers(3, self.config.vocab_size, length).tolist())
+
+    def loop(self, executor: Any, overlap: bool = True, **policy: Any) -> StepLoop:
+        return StepLoop(executor, clock=time.perf_counter, policy=SchedulerPolicy(**policy), overlap=overlap, seed=0)
+
+    def serve(self, loop: StepLoop, prompts: list[tuple[int, ...]], new_tokens: int, concurrency: int) -> Outcome:
+        """Keep `concurrency` requests going until all prompts were served."""
+        waiting = list(reversed(prompts))
+        started_at: dict[str, float] = {}
+        ttft: dict[str, float] = {}
+        before = dict(loop.stats().step_seconds)
+        started = time.perf_counter()
+        num_tokens, num_open = 0, 0
+        while waiting or num_open:
+            while waiting and num_open < concurrency:
+                self.count += 1
+                request = GenerationRequest(
+                    request_id=str(self.count),
+                    prompt_token_ids=waiting.pop(),
+                    max_tokens=new_tokens,
+                    sampling=SamplingParams(temperature=0.0),
+                )
+                started_at[request.request_id] = time.perf_counter()
+                if refused := loop.add(request):
+                    raise RuntimeError(refused[0].error)
+                num_open += 1
+            for delta in loop.step() or ():
+                if delta.error:
+                    raise RuntimeError(delta.error)
+                num_tokens += len(delta.token_ids)
+                ttft.setdefault(delta.request_id, time.perf_counter() - started_at[delta.request_id])
+                num_open -= delta.finish_reason is not None
+        took = time.perf_counter() - started
+        seconds = {name: value - before[name] for name, value in loop.stats().step_seconds.items()}
+        return Outcome(ttft_s=list(ttft.values()), tokens_per_s=num_tokens / took, seconds=seconds)
+
+    def compare(self, name: str, ways: dict[str, Callable[[], float]], unit: str, **setting: Any) -> None:
+        """Run the ways in turn, several times, after one warm-up of each; print medians and the ratio to the first."""
+        values: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(self.args.repeats + 1):
+            for way, run in ways.items():
+                value = run()
+                if turn:
+                    values[way].append(value)
+        medians = {way: statistics.median(found) for way, found in values.items()}
+        first = next(iter(medians))
+        ratios = {f"{first} / {way}": medians[first] / value for way, value in medians.items() if way != first}
+        emit(bench=name, model=self.args.model, unit=unit, **setting, medians=medians, ratios=ratios)
+
+    def ttft_ms(self, loop: StepLoop, prompt: tuple[int, ...]) -> float:
+        return 1e3 * self.serve(loop, [prompt], 2, 1).ttft_s[0]
+
+    def budget(self) -> None:
+        """Alone at 8K: the published static rule for 1024 sequences and 7 draft slots leaves 1024 tokens a step."""
+        many = Resized(self.executor, num_rows=1024, host_cache_bytes=0)
+        ways = {
+            name: self.loop(many, token_budget=name, reserve_draft_slots=7, prefix_cache=False)
+            for name in ("adaptive", "additive", "static")
+        }
+        runs = {name: lambda loop=loop: self.ttft_ms(loop, self.prompt(8192)) for name, loop in ways.items()}
+        self.compare("token budget", runs, "TTFT ms", prompt=8192, max_num_seqs=1024, reserve_draft_slots=7)
+
+    def checkpoint(self) -> None:
+        """8000 tokens leave a checkpoint at 7936 (7680 with the published stride)."""
+        device = Resized(self.executor, host_cache_bytes=0)
+        ways = {name: self.loop(device, checkpoint=name) for name in ("internal", "split", "off")}
+        ways["internal, stride 1536"] = self.loop(device, checkpoint="internal", checkpoint_stride=1536)
+        ways["split, stride 1536"] = self.loop(device, checkpoint="split", checkpoint_stride=1536)
+        runs = {name: lambda loop=loop: self.ttft_ms(loop, self.prompt(8000)) for name, loop in ways.items()}
+        self.compare("checkpoint", runs, "TTFT ms", prompt=8000)
+
+    def overlap(self) -> None:
+        """Short prompts, so that most steps decode."""
+        device = Resized(self.executor, host_cache_bytes=0)
+        for concurrency in (4, 16):
+            ways = {"overlap": self.loop(device), "no overlap": self.loop(device, overlap=False)}
+            shares: list[float] = []
+
+            def run(loop: StepLoop, concurrency: int = concurrency, shares: list[float] = shares) -> float:
+                prompts = [self.prompt(200) for _ in range(2 * concurrency)]
+                outcome = self.serve(loop, prompts, 64, concurrency)
+                host = sum(outcome.seconds[name] for name in ("plan", "submit", "apply"))
+                shares.append(outcome.seconds["hidden"] / host)
+                return outcome.tokens_per_s
+
+            runs = {name: lambda loop=loop, run=run: run(loop) for name, loop in ways.items()}
+            self.compare("overlap", runs, "tokens/s", concurrency=concurrency)
+            emit(bench="host work hidden by overlap", concurrency=concurrency, share=statistics.median(shares[::2]))
+
+    def mixed(self) -> None:
+        """2K prompts keep arriving while others decode."""
+        gathering = self.build("gather")
+        for concurrency in (4, 16):
+            ways = {
+                "zero-copy": self.loop(Resized(self.executor, host_cache_bytes=0), prefix_cache=False),
+                "gather": self.loop(Resized(gathering, host_cache_bytes=0), prefix_cache=False),
+            }
+
+            def run(loop: StepLoop, concurrency: int = concurrency) -> float:
+                prompts = [self.prompt(2000) for _ in range(2 * concurrency)]
+                return self.serve(loop, prompts, 32, concurrency).tokens_per_s
+
+            runs = {name: lambda loop=loop, run=run: run(loop) for name, loop in ways.items()}
+            self.compare("mixed batch", runs, "tokens/s", concurrency=concurrency, prompt=2000, new_tokens=32)
+
+    def host(self) -> None:
+        """The same prompt again, after others have pushed it out of the device pools."""
+        for length in (8192, 32768):
+            # Room for one prompt and little more.
+            small = Resized(self.executor, num_pages=length // cache.PAGE_SIZE + 8, num_slots=4)
+            tiered, plain = self.loop(small), self.loop(small, prefix_cache=False)
+            prompt = self.prompt(length)
+
+            def again(loop: StepLoop, prompt: tuple[int, ...] = prompt) -> float:
+                self.ttft_ms(loop, self.prompt(len(prompt)))  # evicts it
+                return self.ttft_ms(loop, prompt)
+
+            self.ttft_ms(tiered, prompt)
+            ways = {name: functools.partial(again, loop) for name, loop in (("restore", tiered), ("recompute", plain))}
+            self.compare("host tier", ways, "TTFT ms", prompt=length)
+            hits = tiered.stats().prefix_host_hit_tokens_total // (self.args.repeats + 1)
+            emit(bench="host tier", prompt=length, host_hit_tokens_per_run=hits)
+
+
+def emit(**fields: Any) -> None:
+    """One JSON line."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: short(inner) for key, inner in value.items()}
+        return round(value, 3) if isinstance(value, float) else value
+
+    print(json.dumps(short(fields)), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
