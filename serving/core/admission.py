@@ -49,7 +49,7 @@ def admit(state: SchedulerState, request: LiveRequest, draft: PlanDraft, *, full
 
 def _match(state: SchedulerState, request: LiveRequest) -> Match:
     if not state.policy.prefix_cache:
-        return Match(deepest=request.root, usable=request.root)
+        return Match(deepest=request.root, usable=request.root, num_seen=0)
     return state.cache.match(request)
 
 
@@ -76,11 +76,7 @@ def _has_memory(state: SchedulerState, request: LiveRequest, match: Match | None
 def _take_memory(state: SchedulerState, request: LiveRequest, match: Match, draft: PlanDraft) -> None:
     cache, usable = state.cache, match.usable
     source = usable.checkpoint
-    if source:
-        usable.num_reuses += 1
-        cache.touch(usable)
-    if match.deepest is not usable:
-        match.deepest.num_reuses += 1
+    cache.note_reuse(request, match)
     request.resumed_by = usable.checkpoint_by
     slot = cache.allocate_row_slot()
     if slot is None:
@@ -112,7 +108,8 @@ def _open_life(state: SchedulerState, request: LiveRequest, match: Match | None,
         request.num_on_device = start
         request.num_with_pages = max(request.num_with_pages, match.deepest.num_tokens)
     # A request that comes back shows nothing new: the chain that it leaves is its own.
-    junction = request.num_with_pages if is_first else 0
+    num_seen = max(request.num_with_pages, match.num_seen if match is not None else 0)
+    junction = num_seen if is_first else 0
     request.boundaries = prompt_boundaries(state.policy, start=start, target=target, junction=junction)
     if is_first:
         request.queued_s = state.clock() - request.arrived_s

@@ -2,7 +2,7 @@
 
 Every entry has the score `age + value` with
 
-    value = (1/4 + reuses seen, at most 16) * tokens saved from recomputation / bytes that its eviction frees
+    value = (1/16 + reuses seen, at most 16) * tokens saved from recomputation / bytes that its eviction frees
 
 The lowest score goes first, and the age rises to the score of what went. So a hit (which enters the entry again, at
 today's age) moves it back, an entry that nobody hits sinks however much it once was worth, and among entries of equal
@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable
 
 _tickets = itertools.count(1)
-_UNSEEN = 0.25
+_UNSEEN = 1 / 16
 _MAX_REUSES = 16
 
 

@@ -74,12 +74,13 @@ def _shape(state: SchedulerState, request: LiveRequest, start: int, end: int) ->
     cache = state.cache
     wanted = [position for position in request.boundaries if position > start]
     while wanted and wanted[0] <= end:
-        node = cache.find(request.digest(wanted[0] // cache.page_size - 1, cache.page_size))
+        digest = request.digest(wanted[0] // cache.page_size - 1, cache.page_size)
+        node = cache.find(digest)
         if node is None or not node.checkpoint:
             shape = shape_chunk(state.policy, start=start, end=end, boundaries=wanted)
             if not shape.export:
                 return shape, 0
-            slot = checkpoint_slot(state, shape.export - start, node.num_reuses if node else 0)
+            slot = checkpoint_slot(state, shape.export - start, cache.num_reuses(digest))
             if slot is not None:
                 return shape, slot
         # Somebody has left it since, or no slot can be had: run on without.

@@ -18,6 +18,7 @@ from serving.core.request import LiveRequest
 from serving.core.types import ExecutorLimits
 
 _MAX_FRESH = 1 << 16
+_MAX_GONE = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Match:
 
     deepest: PrefixNode  # the last page; the root when there is none
     usable: PrefixNode  # the deepest checkpoint before the sequence's end; the root when there is none
+    num_seen: int  # tokens that were there at some time, as far as the cache remembers
 
 
 class PrefixCache:
@@ -45,6 +47,7 @@ class PrefixCache:
         self._page_bytes = limits.page_bytes
         self._slot_bytes = limits.slot_bytes
         self._index: dict[bytes, PrefixNode] = {}  # parents before children
+        self._gone: dict[bytes, int] = {}  # reuses of the pages evicted last: a prefix seen again is worth a checkpoint
         self._dropped: set[PrefixNode] = set()  # those that somebody still reads
         self._page_order = EvictionOrder[PrefixNode](_is_evictable_page)
         self._slot_order = EvictionOrder[PrefixNode](_is_evictable_checkpoint)
@@ -82,7 +85,26 @@ class PrefixCache:
                 node.saved = end - before
                 before, usable = end, node
             end += size
-        return Match(deepest=deepest, usable=usable)
+        num_seen = deepest.num_tokens
+        while end <= num_tokens and request.digest(end // size - 1, size) in self._gone:
+            num_seen = end
+            end += size
+        return Match(deepest=deepest, usable=usable, num_seen=num_seen)
+
+    def note_reuse(self, request: LiveRequest, match: Match) -> None:
+        """Count that a request starts at the usable checkpoint, or could have where it leaves what was seen."""
+        if match.usable.checkpoint:
+            match.usable.num_reuses += 1
+            self.touch(match.usable)
+        if match.num_seen > match.deepest.num_tokens:
+            self._gone[request.digest(match.num_seen // self.page_size - 1, self.page_size)] += 1
+        elif match.deepest is not match.usable:
+            match.deepest.num_reuses += 1
+
+    def num_reuses(self, digest: bytes) -> int:
+        """How often the prefix `digest` was reused, or could have been."""
+        node = self._index.get(digest)
+        return self._gone.get(digest, 0) if node is None else node.num_reuses
 
     def lock(self, node: PrefixNode) -> None:
         """Add a reader of `node` and of all pages before it."""
@@ -118,6 +140,7 @@ class PrefixCache:
             child = self._index.get(digest)
             if child is None:
                 child = PrefixNode(digest, node, position, request.pages[page])
+                child.num_reuses = self._gone.pop(digest, 0)
                 self._index[digest] = child
                 node.num_children += 1
                 request.published.append(child)
@@ -227,6 +250,9 @@ class PrefixCache:
         self.num_evicted_pages += 1
         self.num_evicted_checkpoints += bool(node.checkpoint)
         self._remove(node)
+        self._gone[node.digest] = node.num_reuses
+        if len(self._gone) > _MAX_GONE:
+            del self._gone[next(iter(self._gone))]
 
     def allocate_row_slot(self) -> int | None:
         """Take a slot for a running request, evicting a checkpoint if need be; None when all are in use."""
@@ -271,6 +297,7 @@ class PrefixCache:
         """Forget all prefixes. Pages that somebody reads stay with their readers."""
         for node in list(self._index.values()):
             self._drop(node)
+        self._gone.clear()
 
     def lose_device(self) -> None:
         """Forget everything: the device has been rebuilt, empty."""
@@ -280,6 +307,7 @@ class PrefixCache:
             node.is_dropped = True
             node.checkpoint = 0
         self._index.clear()
+        self._gone.clear()
         self._dropped.clear()
         self._page_order.clear()
         self._slot_order.clear()
