@@ -9,6 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from k3jax import convert
+from k3jax.params import ExpertFormat
 from tests.k3jax.golden_data import mini_config, random_tensors, write_checkpoint
 
 CONFIG = mini_config()
@@ -17,7 +18,9 @@ EXPERTS = MODEL + "layers.1.block_sparse_moe.experts."
 INDEX = "model.safetensors.index.json"
 
 
-def mini(folder: Path, tensors: dict[str, np.ndarray] | None = None, num_shards: int = 3, experts="mxfp4") -> Path:
+def mini(
+    folder: Path, tensors: dict[str, np.ndarray] | None = None, num_shards: int = 3, experts: ExpertFormat = "mxfp4"
+) -> Path:
     """A small checkpoint with side files, one of them in a folder."""
     write_checkpoint(folder, CONFIG, random_tensors(CONFIG, experts) if tensors is None else tensors, num_shards)
     (folder / "generation_config.json").write_text('{"eos_token_id": 91}')

@@ -91,7 +91,7 @@ def test_converted_weights_are_those_of_the_packed_ones(tmp_path, packed):
         if name in before:
             np.testing.assert_array_equal(value, before[name], err_msg=name)
             continue
-        codes, scale = before[f"{name}_packed"], before[f"{name}_scale"]
+        codes, scale = jnp.asarray(before[f"{name}_packed"]), jnp.asarray(before[f"{name}_scale"])
         np.testing.assert_array_equal(value, np.asarray(mxfp4.decode(codes, scale, jnp.bfloat16)), err_msg=name)
     converted = [name for name in after if name not in before]
     assert len(converted) == 3 * CONFIG.num_experts * 2  # two layers with experts
