@@ -161,7 +161,7 @@ def verify_kernel(
             total, totals = None, []
             for t, gate in enumerate(raws):
                 log_decay = lower_bound * channels.sigmoid(rate * (gate.astype(jnp.float32) + bias))
-                total = log_decay if total is None else total + log_decay
+                total = plgpu.layout_cast(log_decay, channels.CHANNELS) if total is None else total + log_decay
                 totals.append(total)
 
                 @pl.when(t < count)
@@ -197,24 +197,30 @@ def verify_kernel(
             return keys * from_middle, queries * from_middle
 
         def multiply(state, keys, queries):
-            for turn in range(turns):
+            def score(turn, carry):
                 column = warpgroup + turn * WARPGROUPS
                 key = spread(memory.columns.at[column], MAX_TOKENS)
                 memory.scores[0, column] = jnp.sum(keys * key, axis=1)
                 memory.scores[1, column] = jnp.sum(queries * key, axis=1)
-            for first in range(0, tokens, tiles.tokens_per_step):
+                return carry
 
-                @pl.when(first < count)
-                def products(first=first):
-                    for t in range(first, min(first + tiles.tokens_per_step, tokens)):
-                        memory.from_state[0, t, own] = jnp.sum(state * spread(memory.keys.at[t], share), axis=1)
-                        memory.from_state[1, t, own] = jnp.sum(state * spread(memory.queries.at[t], share), axis=1)
+            def products(index, carry):
+                for step in range(tiles.tokens_per_step):
+                    t = jnp.minimum(index * tiles.tokens_per_step + step, MAX_TOKENS - 1)
+                    memory.from_state[0, t, own] = jnp.sum(state * spread(memory.keys.at[t], share), axis=1)
+                    memory.from_state[1, t, own] = jnp.sum(state * spread(memory.queries.at[t], share), axis=1)
+                return carry
+
+            lax.fori_loop(0, turns, score, None)
+            steps = (count + tiles.tokens_per_step - 1) // tiles.tokens_per_step
+            lax.fori_loop(0, steps, products, None)
 
         def solve(strengths):
             solved = []
             for t in range(tokens):
                 value = channels.load(memory.parts.at[2, t]) - channels.load(memory.from_state.at[0, t])
-                mixed = channels.load(memory.from_state.at[1, t])
+                value = plgpu.layout_cast(value, channels.CHANNELS)
+                mixed = plgpu.layout_cast(channels.load(memory.from_state.at[1, t]), channels.CHANNELS)
                 for j, earlier in enumerate(solved):
                     value -= memory.scores[0, j, t] * earlier
                     mixed += memory.scores[1, j, t] * earlier
@@ -233,7 +239,7 @@ def verify_kernel(
             state = plgpu.load(states.at[layer, slot, head, own], layout=layout, optimized=False)
             turn_tokens = [warpgroup + turn * WARPGROUPS for turn in range(turns)]
             gates = [channels.raw(packed.at[token_at(t), 3, lanes]) for t in turn_tokens]
-            scale = channels.load(out_norm.at[stacked])
+            scale = plgpu.layout_cast(channels.load(out_norm.at[stacked]), channels.CHANNELS)
             pl.when(warpgroup < 3)(convolve_part)
             pl.when(warpgroup == 3)(accumulate_decays)
             strengths = [channels.sigmoid(beta[token_at(t), head].astype(jnp.float32)) for t in range(tokens)]
