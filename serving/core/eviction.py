@@ -35,6 +35,10 @@ class EvictionOrder[T]:
         self._heap: list[tuple[float, int, T]] = []
         self._compact_at = 1024
 
+    def __len__(self) -> int:
+        """Entries held, void ones included."""
+        return len(self._heap)
+
     def enter(self, item: T, value: float) -> int:
         """Enter `item` with its value and return the ticket that it must remember.
 

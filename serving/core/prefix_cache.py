@@ -273,8 +273,8 @@ class PrefixCache:
             self._evict_checkpoint()
         return self._take_slot()
 
-    def distrust(self, request: LiveRequest) -> set[PrefixNode]:
-        """Take all that `request` wrote, and the pages that follow, out of everybody's reach.
+    def distrust(self, request: LiveRequest, suspects: Iterable[bytes]) -> set[PrefixNode]:
+        """Take all that `request` wrote, the pages `suspects`, and all that follow, out of everybody's reach.
 
         Return the nodes that were dropped.
         """
@@ -282,6 +282,7 @@ class PrefixCache:
             if node.checkpoint and node.checkpoint_by == request.arrival:
                 self._drop_checkpoint(node)
         doomed = {node for node in request.published if not node.is_dropped}
+        doomed.update(node for digest in suspects if (node := self._index.get(digest)) is not None)
         # Its checkpoints may hang on pages of others; whoever started there has written what follows.
         starts = set(request.checkpointed)
         if not doomed and not starts:

@@ -199,9 +199,15 @@ class Scheduler:
                     # A third of the time that OutputDelta(request.request_id, token_ids) takes.
                     deltas.append(_new_tuple(OutputDelta, (request.request_id, token_ids, (), None, None, 0, None)))
                     continue
+            if is_nan:
+                # Whether or not anybody waits for the result any more.
+                self._distrust(request, has_come_back=request in dispatched.stale)
             if request.phase is Phase.ENDED or request in dispatched.stale:
                 continue
-            deltas.append(self._end_nan(request) if is_nan else self._accept(request, row))
+            if is_nan:
+                deltas.append(self._end(request, FinishReason.ERROR, "The model produced NaN for this request."))
+            else:
+                deltas.append(self._accept(request, row))
         state.counts.generated_tokens += num_plain
         return deltas
 
@@ -339,24 +345,24 @@ class Scheduler:
             request.queued_s if is_first else None,
         )
 
-    def _end_nan(self, request: LiveRequest) -> OutputDelta:
-        """End a request whose result was NaN, and all trust in what it wrote.
+    def _distrust(self, request: LiveRequest, *, has_come_back: bool) -> None:
+        """Drop all that a request wrote, once a result of it was NaN; without a good result also what it started from.
 
-        Those who read its pages and have no result of their own yet start again; a good result proves that what they
-        read was good, since NaN spreads to everything that is computed from it.
+        Those who have read any of it and have no result of their own yet start again. A good result proves that what
+        was read was good, since NaN spreads to everything that is computed from it.
         """
         state = self._state
-        doomed = state.cache.distrust(request)
-        wrote = [*request.published, *request.checkpointed, *doomed]
-        state.host.distrust([node.digest for node in wrote])
-        delta = self._end(request, FinishReason.ERROR, "The model produced NaN for this request.")
+        suspects = [] if request.has_good_result else request.digests[: request.num_resumed // self.limits.page_size]
+        doomed = state.cache.distrust(request, suspects)
+        wrote = [node.digest for node in (*request.published, *request.checkpointed, *doomed)]
+        state.host.distrust([*wrote, *suspects])
         for reader in list(state.running):
             has_read = reader.node in doomed or reader.resumed_by == request.arrival
-            if has_read and not reader.has_good_result:
+            is_other = reader is not request or has_come_back
+            if is_other and has_read and not reader.has_good_result:
                 preempt(state, reader, can_park=False)
                 for dispatched in state.in_flight:
                     dispatched.stale.add(reader)
-        return delta
 
     def _end(self, request: LiveRequest, reason: FinishReason, error: str | None = None) -> OutputDelta:
         self._forget(request)

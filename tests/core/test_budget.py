@@ -1,9 +1,12 @@
-"""Where a prefill chunk ends."""
+"""Where a prefill chunk ends, and what a step may hold."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.core.budget import chunk_end
+from serving.core.budget import StepBudget, chunk_end, shared_chunk_end, solo_chunks
+from serving.core.policy import SchedulerPolicy
+from tests.core.driver import limits
 
 _CASES = {
     "start": st.integers(0, 300),
@@ -32,3 +35,93 @@ def test_a_chunk_is_never_empty_when_nothing_else_runs(start, length, budget, gr
     """D18: alignment never rounds work to zero."""
     end = chunk_end(start=start, target=start + length, budget=budget, grid=grid, may_leave_grid=True)
     assert start < end <= min(start + length, start + budget)
+
+
+@given(start=st.integers(0, 300), length=st.integers(1, 300), budget=st.integers(1, 100), grid=st.sampled_from([1, 8]))
+def test_the_steps_of_a_prompt_alone_are_counted_as_its_chunks_fall(start, length, budget, grid):
+    position, num_chunks = start, 0
+    while position < start + length:
+        position = chunk_end(start=position, target=start + length, budget=budget, grid=grid, may_leave_grid=True)
+        num_chunks += 1
+    counted = solo_chunks(start=start, target=start + length, budget=budget, grid=grid)
+    # A budget below the grid also stops where it happens to meet the grid, which the count leaves out.
+    assert counted == num_chunks if budget >= grid else counted <= num_chunks
+
+
+@given(start=st.integers(0, 300), length=st.integers(1, 300), budget=st.integers(1, 300))
+def test_a_shared_chunk_leaves_an_eighth_unless_it_finishes_the_prompt_or_is_one_grid_step(start, length, budget):
+    end = shared_chunk_end(start=start, target=start + length, budget=budget, grid=8)
+    assert start <= end <= min(start + length, start + budget)
+    assert end == start + length or end % 8 == 0 or end == start
+    if end < start + length and end - start > 8:
+        assert end - start <= budget * 7 / 8
+
+
+def _tokens_of(num_requests, policy, *, limit=8192, num_rows=1024):
+    """Tokens that a step gives to so many requests, the last of which wants all there is and the others one each."""
+    budget = StepBudget(_limits(limit, num_rows), policy)
+    for _ in range(num_requests - 1):
+        budget.charge(min(1, budget.room))
+    return num_requests - 1 + budget.room
+
+
+def _limits(max_step_tokens, num_rows):
+    return limits(max_step_tokens=max_step_tokens, num_rows=num_rows, num_slots=num_rows + 1)
+
+
+@pytest.mark.parametrize(
+    ("token_budget", "slots", "expected"),
+    [
+        ("static", 7, {1: 1024, 32: 1024, 128: 1024, 1024: 1024}),
+        ("additive", 7, {1: 8185, 32: 7968, 128: 7296, 1024: 1024}),
+        ("additive", 6, {1: 8186, 32: 8000, 128: 7424, 1024: 2048}),
+        ("adaptive", 7, {1: 8192, 32: 8192, 128: 8192, 1024: 8192}),
+        ("adaptive", 0, {1: 8192, 1024: 8192}),
+    ],
+)
+def test_the_published_table_is_exact(token_budget, slots, expected):
+    policy = SchedulerPolicy(token_budget=token_budget, reserve_draft_slots=slots)
+    assert {count: _tokens_of(count, policy) for count in expected} == expected
+
+
+def test_draft_queries_of_one_prompt_do_not_shorten_another():
+    """Two prompts of 8 tokens, a step of 16, 4 draft queries each: both run whole. The additive rule has no room."""
+    limit = _limits(16, 2)
+    adaptive = StepBudget(limit, SchedulerPolicy(reserve_draft_slots=4))
+    adaptive.charge(8)
+    assert adaptive.room == 8
+    additive = StepBudget(limit, SchedulerPolicy(reserve_draft_slots=4, token_budget="additive"))
+    additive.charge(8)
+    assert additive.room == 0
+
+
+def test_a_full_draft_pass_ends_the_step():
+    budget = StepBudget(_limits(64, 8), SchedulerPolicy(reserve_draft_slots=3, draft_capacity=7))
+    budget.charge(1)
+    assert budget.num_single == 1
+    budget.charge(1)
+    assert budget.room == budget.num_single == 0
+
+
+@given(
+    mode=st.sampled_from(["adaptive", "additive", "static"]),
+    slots=st.integers(0, 4),
+    charges=st.lists(st.integers(1, 20), max_size=12),
+)
+def test_a_refund_gives_back_exactly_what_was_charged(mode, slots, charges):
+    budget = StepBudget(_limits(200, 8), SchedulerPolicy(token_budget=mode, reserve_draft_slots=slots))
+    taken, rooms = [], []
+    for tokens in charges:
+        if budget.room:
+            rooms.append((budget.room, budget.num_single))
+            taken.append(min(tokens, budget.room))
+            budget.charge(taken[-1])
+    while taken:
+        budget.refund(taken.pop())
+        assert (budget.room, budget.num_single) == rooms.pop()
+
+
+@pytest.mark.parametrize("mode", ["additive", "static"])
+def test_a_reserve_that_leaves_nothing_is_refused_with_the_numbers(mode):
+    with pytest.raises(ValueError, match=f"token_budget={mode} leaves no token of a step of 16"):
+        StepBudget(_limits(16, 4), SchedulerPolicy(token_budget=mode, reserve_draft_slots=16))
