@@ -17,9 +17,10 @@ BLOCK = 16
 OVERLAP = pytest.mark.parametrize("overlap", [True, False])
 
 
-def _drive(*, overlap=False, store=None, **changes):
+def _drive(*, overlap=False, store=None, checkpoint_every=0, **changes):
     fields = {"page_size": BLOCK, "num_pages": 33, "num_slots": 9, "max_step_tokens": 48, "max_model_len": 400}
-    return Drive(limits(**(fields | changes)), policy(BLOCK), overlap=overlap, store=store)
+    rules = policy(BLOCK, checkpoint_every=checkpoint_every)
+    return Drive(limits(**(fields | changes)), rules, overlap=overlap, store=store)
 
 
 def _assert_idle_within_two_steps(drive):
@@ -174,6 +175,53 @@ def test_nan_in_a_chunk_spoils_at_most_who_started_from_it_before_it_was_known(n
     assert drive.ledger.last["a"].finish_reason is FinishReason.ERROR
     assert drive.ledger.last["b7"].finish_reason is FinishReason.LENGTH
     drive.run_alone(same_prefix("z", prompt(140)))
+    drive.assert_all_free()
+
+
+@pytest.mark.parametrize("is_planned_on", [True, False])
+def test_nan_of_a_request_that_was_aborted_meanwhile_leaves_nothing_either(is_planned_on):
+    """D39: nobody waits for the result any more, and it still says that the pages are bad."""
+    drive = _drive(overlap=True)
+    drive.run_alone(same_prefix("first", prompt(20, 8)))
+    drive.add(same_prefix("other", prompt(5, 9), max_tokens=60))
+    drive.step()
+    drive.add(same_prefix("a", prompt(40), max_tokens=9))
+    plan = drive.plan()
+    assert plan is not None
+    assert [chunk.is_last for chunk in plan.chunks] == [True]
+    drive.executor.inject(Fault(step=plan.step, kind="nan", rows=(plan.chunks[0].row,)))
+    drive.submit(plan)
+    if is_planned_on:
+        following = drive.plan()
+        assert following is not None
+        drive.submit(following)
+    drive.abort("a")
+    while drive.in_flight:
+        drive.collect()
+    drive.add(same_prefix("b", prompt(40)))
+    drive.run()
+    assert drive.cached_tokens["b"] == 0
+    drive.assert_all_free()
+
+
+@OVERLAP
+def test_nan_that_was_never_reported_ends_one_reader_and_does_not_survive_it(overlap):
+    """D39, catalogue item 11: the chunk that made it had no result, and its request was aborted before one came.
+
+    Whoever starts from its pages finds out, and with that all it started from is gone.
+    """
+    drive = _drive(overlap=overlap, checkpoint_every=3 * BLOCK)
+    drive.executor.inject(Fault(step=0, kind="nan"))
+    drive.add(same_prefix("a", prompt(140), max_tokens=9))
+    drive.step()
+    drive.step()
+    drive.abort("a")
+    drive.run()
+    for name in "bcde":
+        drive.add(same_prefix(name, prompt(140)))
+        drive.run()
+    reasons = [drive.ledger.last[name].finish_reason for name in "bcde"]
+    assert reasons == [FinishReason.ERROR, *[FinishReason.LENGTH] * 3]
     drive.assert_all_free()
 
 

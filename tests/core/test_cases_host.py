@@ -7,6 +7,7 @@ released too early), 7 (pages and state restored apart).
 import pytest
 
 from serving.core.types import EntryKind, TransferKind
+from serving.fake_executor import Fault
 from serving.fake_memory import PageContent, SlotContent
 from serving.fake_store import FakeStore
 from tests.core.drive import Drive
@@ -16,7 +17,7 @@ BLOCK = 16
 OVERLAP = pytest.mark.parametrize("overlap", [True, False])
 
 
-def _drive(*, overlap=False, store=None, **changes):
+def _drive(*, overlap=False, store=None, checkpoint_every=0, **changes):
     fields = {
         "page_size": BLOCK,
         "num_pages": 17,
@@ -27,7 +28,8 @@ def _drive(*, overlap=False, store=None, **changes):
         "host_cache_bytes": 10_000,
     }
     store = FakeStore() if store is None else store
-    return Drive(limits(**(fields | changes)), policy(BLOCK), overlap=overlap, store=store)
+    rules = policy(BLOCK, checkpoint_every=checkpoint_every)
+    return Drive(limits(**(fields | changes)), rules, overlap=overlap, store=store)
 
 
 def _push_out(drive, *, rounds=8, first=20):
@@ -171,4 +173,22 @@ def test_the_store_is_never_filled_beyond_its_size(overlap):
         drive.run_alone(same_prefix(f"a{i}", prompt(100, i)))
         drive.settle()
     assert drive.store.contents
+    drive.assert_all_free()
+
+
+@OVERLAP
+def test_nan_that_reached_the_store_ends_one_reader_and_is_forgotten_with_it(overlap):
+    """D39 across the tiers: the writer never reported, its pages and state went to the host, a reader loads them."""
+    drive = _drive(overlap=overlap, checkpoint_every=3 * BLOCK)
+    drive.executor.inject(Fault(step=0, kind="nan"))
+    drive.add(same_prefix("a", prompt(140), max_tokens=9))
+    drive.step()
+    drive.step()
+    drive.abort("a")
+    _push_out(drive)
+    for name in "bcd":
+        drive.add(same_prefix(name, prompt(140)))
+        drive.run()
+        drive.settle()
+    assert [drive.ledger.last[name].finish_reason for name in "bcd"] == ["error", "length", "length"]
     drive.assert_all_free()

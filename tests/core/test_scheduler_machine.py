@@ -44,7 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_rows = draw(st.integers(1, 4), label="rows")
         token_budget = draw(st.sampled_from(["adaptive", "adaptive", "additive", "static"]), label="token budget")
         slots = draw(st.sampled_from([0, 0, 1, 3]), label="draft slots")
-        has_host = draw(st.booleans(), label="host")
+        has_host = draw(st.sampled_from([True, True, False]), label="host")
         self.policy = SchedulerPolicy(
             block=block,
             prefix_cache=draw(st.sampled_from([True, True, True, False]), label="cache"),
@@ -58,13 +58,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits = limits(
             num_rows=num_rows,
             num_slots=num_rows + 1 + draw(st.integers(0, 6), label="spare slots"),
-            num_pages=draw(st.integers(2 + 48 // block, 2 + 160 // block), label="pages"),
+            num_pages=draw(st.integers(1 + 64 // block, 2 + 160 // block), label="pages"),
             page_size=block,
             max_step_tokens=num_rows * slots + draw(st.integers(1, 40), label="step tokens"),
             max_model_len=MAX_MODEL_LEN,
             page_bytes=2,
             slot_bytes=draw(st.sampled_from([1, 5]), label="slot bytes"),
-            host_cache_bytes=draw(st.sampled_from([7, 40, 1000]), label="host bytes") if has_host else 0,
+            host_cache_bytes=draw(st.sampled_from([15, 60, 1000]), label="host bytes") if has_host else 0,
         )
         self.random = draw(st.randoms(use_true_random=False), label="the store's moods")
         self.store_delay = draw(st.sampled_from([0, 0, 2, 6]), label="delay")
@@ -84,29 +84,31 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         base=st.integers(0, 2),
-        shared=st.integers(0, 70),
+        blocks=st.integers(0, 4),
         unique=st.integers(0, 20),
         tail=st.integers(0, 3),
-        max_tokens=st.integers(1, 24),
+        max_tokens=st.integers(1, 40),
         sampling=st.sampled_from(SAMPLINGS),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from(["", "", "", "tenant"]),
     )
-    def add(self, base, shared, unique, tail, max_tokens, sampling, priority, salt):
-        tokens = prompt(shared, base) + prompt(unique, 10 + tail)
+    def add(self, base, blocks, unique, tail, max_tokens, sampling, priority, salt):
+        tokens = prompt(blocks * 16, base) + prompt(unique, 10 + tail)
         self._add(tokens or (1,), max_tokens, sampling, priority, salt)
 
-    @precondition(lambda self: self._ended())
-    @rule(data=st.data(), question=st.integers(0, 9), max_tokens=st.integers(1, 12))
-    def go_on_with_a_chat(self, data, question, max_tokens):
-        last = self.drive.requests[data.draw(st.sampled_from(self._ended()))]
-        text = last.prompt_token_ids + tuple(self.drive.ledger.tokens[last.request_id]) + prompt(question, 40)
-        self._add(text, max_tokens, last.sampling, last.priority, last.cache_salt)
+    @rule(length=st.integers(1, 30), count=st.integers(2, 4), max_tokens=st.integers(10, 60))
+    def add_a_crowd(self, length, count, max_tokens):
+        """Short prompts with long answers: they fit together until they grow."""
+        for _ in range(count):
+            self._add(prompt(length, 50 + len(self.drive.requests)), max_tokens, SAMPLINGS[0], 0, "")
 
     @precondition(lambda self: self.drive.requests)
-    @rule(data=st.data())
-    def abort(self, data):
-        self._abort(data)
+    @rule(data=st.data(), question=st.integers(0, 9), max_tokens=st.integers(1, 30), is_answered=st.booleans())
+    def go_on_with_an_earlier_prompt(self, data, question, max_tokens, is_answered):
+        earlier = self.drive.requests[data.draw(st.sampled_from(list(self.drive.requests)))]
+        answer = self.drive.ledger.tokens.get(earlier.request_id, []) if is_answered else []
+        text = (*earlier.prompt_token_ids, *answer, *prompt(question, 40))
+        self._add(text, max_tokens, earlier.sampling, earlier.priority, earlier.cache_salt)
 
     @precondition(lambda self: self._has_work())
     @rule(count=st.integers(1, 5))
@@ -114,32 +116,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self._step()
 
+    @precondition(lambda self: self._has_work())
+    @rule(count=st.integers(5, 40))
+    def step_on(self, count):
+        for _ in range(count):
+            self._step()
+
     @rule()
     def switch_overlap(self):
         self.drive.overlap = not self.drive.overlap
 
-    @precondition(lambda self: self.drive.in_flight)
-    @rule()
-    def read_a_result(self):
-        self.drive.collect()
-
-    @precondition(lambda self: self._has_work())
-    @rule(kind=st.sampled_from(["rejected", "submit", "collect"]))
-    def step_fails(self, kind):
-        self.drive.executor.inject(Fault(step=self.drive.scheduler.num_steps, kind=kind))
-        self._step()
-
-    @precondition(lambda self: self._has_work())
-    @rule(rows=st.sets(st.integers(0, 3), min_size=1, max_size=2))
-    def step_makes_nan(self, rows):
-        self.drive.executor.inject(Fault(step=self.drive.scheduler.num_steps, kind="nan", rows=tuple(rows)))
-        self._step()
+    @precondition(lambda self: self.drive.requests)
+    @rule(data=st.data(), is_newest=st.booleans())
+    def abort(self, data, is_newest):
+        self._abort(data, is_newest)
 
     @precondition(lambda self: self.drive.scheduler.has_requests)
     @rule(data=st.data(), is_rejected=st.booleans())
     def abort_between_plan_and_step(self, data, is_rejected):
         plan = self.drive.plan()
-        self._abort(data)
+        self._abort(data, is_newest=True)
         if plan is None:
             return
         if is_rejected:
@@ -147,19 +143,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.drive.submit(plan)
 
+    @precondition(lambda self: self.drive.in_flight)
     @rule()
-    def reset_the_cache(self):
-        self.drive.scheduler.reset_prefix_cache()
-        self.drive.scheduler.check_integrity()
+    def read_a_result(self):
+        self.drive.collect()
 
-    @precondition(lambda self: self.drive.store.contents)
-    @rule(data=st.data())
-    def lose_a_key(self, data):
-        self.drive.store.forget([data.draw(st.sampled_from(sorted(self.drive.store.contents)))])
+    @precondition(lambda self: self._has_work())
+    @rule(
+        kind=st.sampled_from(["nan", "nan", "rejected", "submit", "collect"]),
+        rows=st.sets(st.integers(0, 3), min_size=1, max_size=2),
+    )
+    def step_fails(self, kind, rows):
+        self.drive.executor.inject(Fault(step=self.drive.scheduler.num_steps, kind=kind, rows=tuple(rows)))
+        self._step()
 
-    @rule()
-    def finish_transfers(self):
-        self.drive.finish_transfers()
+    @rule(data=st.data(), what=st.sampled_from(["reset the cache", "lose a key", "finish transfers"]))
+    def happen(self, data, what):
+        if what == "reset the cache":
+            self.drive.scheduler.reset_prefix_cache()
+            self.drive.scheduler.check_integrity()
+        elif what == "finish transfers":
+            self.drive.finish_transfers()
+        elif self.drive.store.contents:
+            self.drive.store.forget([data.draw(st.sampled_from(sorted(self.drive.store.contents)))])
 
     @invariant()
     def refusals_are_of_what_can_never_fit(self):
@@ -185,9 +191,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [name for name in last if name not in self.accepted]
 
     def _add(self, tokens, max_tokens, sampling, priority, salt):
+        # Most are made to fit, so that they run; some are left to be refused.
+        num_positions = min(MAX_MODEL_LEN, (self.limits.num_pages - 1) * self.limits.page_size)
+        if len(self.drive.requests) % 10:
+            max_tokens = min(max_tokens, num_positions - 1)
+            tokens = tuple(tokens[: num_positions - max_tokens])
         request = GenerationRequest(
             request_id=f"r{len(self.drive.requests)}",
-            prompt_token_ids=tokens,
+            prompt_token_ids=tuple(tokens),
             max_tokens=max_tokens,
             sampling=sampling,
             priority=priority,
@@ -197,8 +208,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if request.request_id not in self.drive.ledger.last:
             self.accepted.add(request.request_id)
 
-    def _abort(self, data):
-        request_id = data.draw(st.sampled_from(sorted(self.drive.requests)))
+    def _abort(self, data, is_newest):
+        names = list(self.drive.requests)
+        live = [name for name in names if name not in self.drive.ledger.last]
+        request_id = live[-1] if live and is_newest else data.draw(st.sampled_from(names))
         has_ended = request_id in self.drive.ledger.last
         last = self.drive.abort(request_id)
         assert (last is None) == has_ended
@@ -213,10 +226,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _has_work(self) -> bool:
         return bool(self.drive.scheduler.has_requests or self.drive.in_flight)
-
-    def _ended(self) -> list[str]:
-        tokens = self.drive.ledger.tokens
-        return sorted(name for name in self.drive.ledger.last if tokens.get(name))
 
 
 def _settings(max_examples: int) -> settings:
