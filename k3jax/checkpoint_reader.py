@@ -123,7 +123,7 @@ def _mapped(file: Path, dtype: str, shape: tuple[int, ...], offset: int) -> np.n
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Find every tensor: of an Orbax folder, of the files that an index names, or of `model.safetensors`.
 
-    Raises `LoadError` for the folder of an unfinished conversion, faults of other kinds are collected.
+    Raises `LoadError` for an unfinished conversion and a damaged manifest; faults of other kinds are collected.
     """
     from k3jax import orbax_store  # it builds on this module
 

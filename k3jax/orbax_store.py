@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, SINGLE_FILE, Checkpoint, StoredTensor
+from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, SINGLE_FILE, Checkpoint, LoadError, StoredTensor
 
 MANIFEST_FILE = "manifest.json"
 LAYOUT_FOLDER = "source_layout"  # headers and index of the files that the tensors came from
@@ -194,14 +194,14 @@ def open_orbax(folder: str | Path) -> Checkpoint:
     """Every tensor of a finished folder; what is missing, cut off or of another layout becomes a problem.
 
     Reads the manifest and the arrays' metadata and looks at the size of every chunk, not at contents: `verify` does.
+    Raises `LoadError` when the manifest itself cannot be read.
     """
     folder = Path(folder)
     problems: dict[str, list[str]] = {"files": []}
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
-        problems["files"].append(str(error))
-        return Checkpoint(folder=folder, tensors={}, problems=problems)
+        raise LoadError(folder, {"files": [str(error)]}) from None
     tensors: dict[str, StoredTensor] = {}
     lost: set[str] = set()
     for unit in manifest.units:
