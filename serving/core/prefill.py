@@ -38,7 +38,7 @@ def plan_prefills(state: SchedulerState, draft: PlanDraft, *, full_budget: int) 
         else:
             return
         request.num_turns += 1
-        has_followers = index < len(started) or bool(state.waiting)
+        has_followers = index < len(started) or (can_admit and bool(state.waiting) and state.rows.num_free > 0)
         is_passable = may_be_passed(request.num_turns, request.num_solo)
         _plan_chunk(state, request, draft, is_shared=is_first and has_followers and is_passable)
         if request.phase is Phase.PREFILL and not is_passable:

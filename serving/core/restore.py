@@ -22,9 +22,12 @@ def start_loads(state: SchedulerState) -> None:
     index = 0
     while index < min(len(state.waiting), state.rows.num_free) and len(state.moving) < state.limits.num_rows:
         request = state.waiting[index]
-        is_done = request.num_loaded or (request.parked is None and request.looked_up == state.host_version)
+        # All are looked up once, only the first again when something has changed: the others wait for it anyway.
+        version = state.lookup_version
+        is_known = request.looked_up == version or (index > 0 and request.looked_up >= 0)
+        is_done = request.num_loaded or (request.parked is None and is_known)
         if not is_done and (request.parked is None or not _unpark(state, request)):
-            request.looked_up = state.host_version
+            request.looked_up = version
             _load_prefix(state, request)
         index += request.phase is Phase.WAITING
 
@@ -145,7 +148,7 @@ def _start(
         pass
     if cache.num_available_pages < num_missing or not cache.num_available_slots:
         cache.unlock(node)
-        request.looked_up = -1
+        request.looked_up = 0  # again when it is first in the queue
         return
     slot = cache.allocate_row_slot()
     ids = cache.allocate_pages(len(pages))

@@ -75,6 +75,11 @@ class SchedulerState:
         self.moving: set[LiveRequest] = set()  # those whose memory a transfer fills or empties; aborted ones too
         self.nonce = secrets.token_hex(16)  # keeps keys of parked requests apart from those of other schedulers
 
+    @property
+    def lookup_version(self) -> int:
+        """Rises when a request in the queue may find more in the host tier than before."""
+        return self.host_version + self.cache.num_evicted_pages + self.cache.num_evicted_checkpoints
+
     def count_transfer(self, *, is_load: bool, is_ok: bool) -> None:
         """Count a transfer that has ended."""
         self.counts.loads += is_ok and is_load
@@ -103,6 +108,7 @@ class SchedulerState:
     def enqueue(self, request: LiveRequest) -> None:
         """Put a request that owns no row into the queue."""
         request.phase = Phase.WAITING
+        request.looked_up = -1
         bisect.insort(self.waiting, request, key=request_key)
 
     def start(self, request: LiveRequest) -> None:

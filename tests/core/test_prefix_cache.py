@@ -170,7 +170,8 @@ def test_duplicates_of_one_prompt_leave_one_copy_of_its_pages():
 
 def test_a_prefix_whose_pages_were_evicted_is_known_when_it_comes_again():
     """Its second coming leaves a checkpoint where it leaves what was seen, though nothing of that is left."""
-    drive = _drive(block=16, num_pages=13, num_slots=9, max_step_tokens=256, num_rows=1, max_model_len=200)
+    device = {"page_size": 16, "num_pages": 13, "num_rows": 1, "max_step_tokens": 256, "max_model_len": 200}
+    drive = _drive(block=16, **device)
     shared = prompt(64)
     drive.run_alone(same_prefix("a", shared, prompt(30, 2), max_tokens=1))
     for number in range(6):
