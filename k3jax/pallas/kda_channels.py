@@ -47,6 +47,11 @@ def raw(ref) -> jax.Array:
     return ref[...]
 
 
+def everywhere(scalar: jax.Array) -> jax.Array:
+    """A scalar in every channel: selecting between vectors needs a vector condition."""
+    return lax.broadcast(scalar, (HEAD_DIM,))
+
+
 def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + e^-x): saturates without NaN at both ends."""
     return 1 / (1 + jnp.exp(-x))

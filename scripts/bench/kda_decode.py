@@ -1,4 +1,4 @@
-"""Time KDA decode and verify at K3's shapes on a GPU: one JSON line per batch and tiling.
+"""Time KDA decode, verify and commit at K3's shapes on a GPU: one JSON line per batch and tiling.
 
 Cold: the calls of a graph rotate over layers of a pool larger than the L2 cache. `--sweep` times every tiling,
 otherwise the one the kernel would choose. `launch_us` is the same graph with every row dead: what a launch costs before
@@ -23,10 +23,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax import presets  # noqa: E402
-from k3jax.pallas import kda_decode, kda_verify  # noqa: E402
+from k3jax.pallas import kda_commit, kda_decode, kda_verify  # noqa: E402
+from k3jax.pallas.kda_commit import CommitTiles  # noqa: E402
 from k3jax.pallas.kda_decode import DecodeTiles, StackedParams, Token  # noqa: E402
 from k3jax.pallas.kda_verify import VerifyTiles  # noqa: E402
-from k3jax.replay import Records  # noqa: E402
+from k3jax.replay import Committed, Records  # noqa: E402
 
 HEAD_DIM = 128
 COLD_BYTES = 150e6  # touched by one round of calls, against 60 MB of L2
@@ -46,6 +47,9 @@ DECODE_SWEEP = tuple(
         (1, 16, 32, True),
         (2, 16, 16, True),
     )
+)
+COMMIT_SWEEP = tuple(
+    CommitTiles(lanes_per_row=lanes, rows_per_step=step) for lanes, step in ((16, 32), (8, 32), (16, 16))
 )
 VERIFY_SWEEP = tuple(
     VerifyTiles(lanes_per_row=lanes, tokens_per_step=step) for lanes, step in ((8, 3), (8, 1), (16, 3))
@@ -68,6 +72,11 @@ def main() -> None:
             if batch <= 64:
                 measure = functools.partial(measure_verify, tokens=args.verify_tokens)
                 emit("kda_verify", batch, args.heads, tiles, measure)
+    for batch in args.batch:
+        for tiles in COMMIT_SWEEP if args.sweep else (kda_commit.DEFAULT_TILES,):
+            if batch <= 16:
+                measure = functools.partial(measure_commit, tokens=args.verify_tokens)
+                emit("kda_commit", batch, args.heads, tiles, measure)
 
 
 def emit(op: str, batch: int, heads: int, tiles, measure) -> None:
@@ -167,6 +176,40 @@ def measure_verify(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> d
     }
     floor = moved / READ_BYTES_PER_S * 1e6
     return {**times, "tokens": tokens, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2)}
+
+
+def measure_commit(batch: int, heads: int, tiles: CommitTiles, tokens: int) -> dict:
+    """Commit over 69 layers, half of the tokens accepted and one row in eight at a boundary."""
+    import torch
+
+    width, num_layers, accepted = heads * HEAD_DIM, 69, (tokens + 1) // 2
+    s = setup(2 * batch, heads, 1, num_layers)  # twice the slots: the second half is spare
+    lead = (num_layers, batch, tokens)
+    records = Records(
+        torch.randn(*lead, heads, HEAD_DIM, device="cuda"),
+        torch.randn(*lead, 2, heads, HEAD_DIM, device="cuda").bfloat16(),
+        torch.randn(*lead, 3, width, device="cuda").bfloat16(),
+    )
+    row = torch.arange(batch, device="cuda", dtype=torch.int32)
+    crosses = (row % 8 == 7).to(torch.int32)
+    chosen = Committed(torch.full_like(row, accepted), row + 1, crosses, crosses * (batch + 1 + row))
+
+    def kernel(params, records, state, tails, chosen):
+        return kda_commit.kda_commit_pallas(params, records, state, tails, chosen, presets.k3(), tiles=tiles)
+
+    nothing = chosen._replace(accepted=torch.zeros_like(row))
+    times = {
+        name: round(graph_us(kernel, [(s.params, records, s.state, s.tails, which)] * 4), 2)
+        for name, which in (("us", chosen), ("launch_us", nothing))
+    }
+    states = batch * 2 + int(crosses.sum())
+    moved = num_layers * (states * width * HEAD_DIM * 4 + batch * width * (accepted * 8 + 36))
+    return {
+        **times,
+        "accepted": accepted,
+        "floor_us": round(moved / COPY_BYTES_PER_S * 1e6, 2),
+        "tb_per_s": round(moved / times["us"] / 1e6, 2),
+    }
 
 
 if __name__ == "__main__":
