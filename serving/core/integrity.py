@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from serving.core.request import Phase
+from serving.core.prefix_cache import PrefixCache
+from serving.core.prefix_node import PrefixNode
+from serving.core.request import LiveRequest, Phase
 from serving.core.state import SchedulerState
 from serving.core.types import EntryKind, TransferKind
 
@@ -12,7 +14,7 @@ def check_integrity(state: SchedulerState) -> None:
     state.rows.check(request.row for request in state.running if request.row is not None)
     holders = [*state.live.values(), *[request for request in state.moving if request.phase is Phase.ENDED]]
     transfers = state.transfers
-    state.cache.check(holders, pinned=transfers.pinned_nodes(), pages=transfers.own_ids(EntryKind.PAGE))
+    _check_cache(state.cache, holders, transfers.pinned_nodes(), transfers.own_ids(EntryKind.PAGE))
     moving = list(transfers)
     state.host.check(
         [entry for move in moving if move.transfer.kind is TransferKind.STORE for entry in move.entries],
@@ -50,3 +52,48 @@ def _check_phases(state: SchedulerState) -> None:
             raise AssertionError(f"request {request.request_id} is {request.phase} with row {request.row}")
         if request.row is not None and len(request.pages) < state.num_pages(request.num_written):
             raise AssertionError(f"request {request.request_id} has written beyond its {len(request.pages)} pages")
+
+
+def _check_cache(cache: PrefixCache, requests: list[LiveRequest], pinned: list[PrefixNode], pages: list[int]) -> None:
+    """Raise `AssertionError` unless pages and readers add up.
+
+    `pinned` has a node once for every transfer that reads it; `pages` are owned by transfers alone.
+    """
+    readers: dict[PrefixNode, int] = {}
+    owned = list(pages)
+    for request in requests:
+        node = request.node
+        owned.extend(request.pages[node.num_tokens // cache.page_size :])
+        while node.parent is not None:
+            readers[node] = readers.get(node, 0) + 1
+            page = request.pages[node.num_tokens // cache.page_size - 1]
+            if page != node.page:
+                owned.append(page)
+            node = node.parent
+    for node in pinned:
+        readers[node] = readers.get(node, 0) + 1
+    nodes = cache.nodes()
+    everything = [*nodes, *cache.dropped_nodes()]
+    owned.extend(node.page for node in everything)
+    cache.pages.check(owned)
+    for node in everything:
+        if node.readers != readers.get(node, 0):
+            raise AssertionError(f"{node} has {readers.get(node, 0)} readers")
+    children: dict[PrefixNode | None, int] = {}
+    for node in nodes:
+        children[node.parent] = children.get(node.parent, 0) + 1
+    for node in nodes:
+        if node.num_children != children.get(node, 0):
+            raise AssertionError(f"{node} has {children.get(node, 0)} children")
+        if node.parent is not None and node.parent.parent is not None and node.parent.is_dropped:
+            raise AssertionError(f"{node} can be found and its parent {node.parent} cannot")
+    counts = (
+        sum(node.readers == 0 for node in nodes),
+        sum(bool(node.checkpoint) for node in nodes),
+        sum(bool(node.checkpoint) and node.is_checkpoint_pinned for node in nodes),
+    )
+    if counts != (cache.num_idle_pages, cache.num_checkpoints, cache.num_pinned_checkpoints):
+        raise AssertionError(
+            f"idle pages, checkpoints and pinned ones are {counts}, counted as "
+            f"{(cache.num_idle_pages, cache.num_checkpoints, cache.num_pinned_checkpoints)}"
+        )

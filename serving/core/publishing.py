@@ -7,8 +7,8 @@ rejected one takes them back.
 
 from __future__ import annotations
 
+from serving.core.device_memory import tokens_saved
 from serving.core.plan_draft import DraftCopy, PlanDraft
-from serving.core.prefix_cache import tokens_saved
 from serving.core.request import LiveRequest
 from serving.core.state import Dispatched, SchedulerState
 from serving.core.types import SlotCopy

@@ -13,18 +13,18 @@ from collections.abc import Callable
 
 from serving.core.budget import StepBudget
 from serving.core.decode import plan_decodes
-from serving.core.growth import preempt
 from serving.core.hashing import root_digest
 from serving.core.integrity import check_integrity
-from serving.core.offload import forget_parked, write_back
+from serving.core.offload import write_back
 from serving.core.plan_draft import PlanDraft
 from serving.core.policy import SchedulerPolicy
 from serving.core.pools import IdPool
 from serving.core.prefill import plan_prefills
 from serving.core.prefix_node import PrefixNode
-from serving.core.publishing import commit, commit_all, leave, withdraw
+from serving.core.publishing import commit_all, withdraw
 from serving.core.request import LiveRequest, Phase
 from serving.core.restore import finish_transfers, lose_transfers, start_loads
+from serving.core.results import end, take_result
 from serving.core.state import Dispatched, SchedulerState
 from serving.core.stats import EngineStats
 from serving.core.types import (
@@ -32,7 +32,6 @@ from serving.core.types import (
     FinishReason,
     GenerationRequest,
     OutputDelta,
-    RowResult,
     StepPlan,
     StepResult,
     Transfer,
@@ -41,7 +40,6 @@ from serving.core.types import (
 from serving.core.validation import num_positions_needed, refuse
 
 _MAX_DEVICE_FAILURES = 2
-_new_tuple = tuple.__new__
 
 
 class Scheduler:
@@ -145,11 +143,11 @@ class Scheduler:
     def abort(self, request_id: str) -> OutputDelta | None:
         """End a request in whatever phase it is; None when it has ended already."""
         live = self._state.live.get(request_id)
-        return None if live is None else self._end(live, FinishReason.ABORT)
+        return None if live is None else end(self._state, live, FinishReason.ABORT)
 
     def end_all(self, error: str) -> list[OutputDelta]:
         """End every request with `error`."""
-        return [self._end(live, FinishReason.ERROR, error) for live in list(self._state.live.values())]
+        return [end(self._state, live, FinishReason.ERROR, error) for live in list(self._state.live.values())]
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None when no request can move (before the results in flight are applied)."""
@@ -181,35 +179,7 @@ class Scheduler:
 
     def apply(self, result: StepResult) -> list[OutputDelta]:
         """Take the result of the oldest plan in flight and return what each request produced."""
-        state = self._state
-        dispatched = state.in_flight.popleft()
-        commit(state, dispatched)
-        if result.step != dispatched.plan.step or [row.row for row in result.rows] != dispatched.rows:
-            raise AssertionError(f"step {dispatched.plan.step} with rows {dispatched.rows} got the result {result}")
-        deltas: list[OutputDelta] = []
-        num_plain = 0
-        for request, row in zip(dispatched.sampled, result.rows, strict=True):
-            _, token_ids, _, is_nan = row
-            # The common case in one piece: it runs for every row of every step.
-            if request.is_plain and not is_nan and len(token_ids) == 1:
-                tokens = request.tokens
-                if len(tokens) < request.end_at and token_ids[0] not in request.stop_token_ids:
-                    tokens.append(token_ids[0])
-                    num_plain += 1
-                    # A third of the time that OutputDelta(request.request_id, token_ids) takes.
-                    deltas.append(_new_tuple(OutputDelta, (request.request_id, token_ids, (), None, None, 0, None)))
-                    continue
-            if is_nan:
-                # Whether or not anybody waits for the result any more.
-                self._distrust(request, has_come_back=request in dispatched.stale)
-            if request.phase is Phase.ENDED or request in dispatched.stale:
-                continue
-            if is_nan:
-                deltas.append(self._end(request, FinishReason.ERROR, "The model produced NaN for this request."))
-            else:
-                deltas.append(self._accept(request, row))
-        state.counts.generated_tokens += num_plain
-        return deltas
+        return take_result(self._state, result)
 
     def reject(self, error: str) -> list[OutputDelta]:
         """Undo the newest plan, which the device never saw, and end its requests."""
@@ -223,7 +193,7 @@ class Scheduler:
                 continue  # aborted since
             if request.row in unknown_to_device:
                 state.take_back(request, is_on_device=False)
-            deltas.append(self._end(request, FinishReason.ERROR, error))
+            deltas.append(end(self._state, request, FinishReason.ERROR, error))
         # Requests aborted since the plan was made have released rows that the device never gave them.
         state.released[:] = [row for row in state.released if row not in unknown_to_device]
         state.released.extend(dispatched.plan.released)
@@ -251,7 +221,7 @@ class Scheduler:
             request.num_device_failures += 1
             state.enqueue(request)
             if request.num_device_failures >= _MAX_DEVICE_FAILURES:
-                deltas.append(self._end(request, FinishReason.ERROR, error))
+                deltas.append(end(self._state, request, FinishReason.ERROR, error))
         state.released.clear()
         return deltas
 
@@ -318,65 +288,3 @@ class Scheduler:
         if draft.is_empty:
             state.cache.slots.release([copy.slot for copy in draft.kept])
         return draft
-
-    def _accept(self, request: LiveRequest, result: RowResult) -> OutputDelta:
-        state = self._state
-        wants_logprobs = request.wants_logprobs
-        if not result.token_ids or (wants_logprobs and len(result.logprobs) != len(result.token_ids)):
-            raise AssertionError(f"request {request.request_id} got the result {result}")
-        if request.num_generated == 0:
-            state.counts.prompt_tokens += request.num_prompt
-        request.has_good_result = True
-        request.is_plain = not wants_logprobs and request.row is not None
-        num_taken, reason = request.accept(result.token_ids)
-        state.counts.generated_tokens += num_taken
-        is_first, request.has_reported = not request.has_reported, True
-        if reason is not None:
-            if request.row is not None:
-                leave(state, request)
-            self._forget(request)
-        return OutputDelta(
-            request.request_id,
-            result.token_ids[:num_taken],
-            result.logprobs[:num_taken] if wants_logprobs else (),
-            reason,
-            None,
-            request.num_cached if is_first else 0,
-            request.queued_s if is_first else None,
-        )
-
-    def _distrust(self, request: LiveRequest, *, has_come_back: bool) -> None:
-        """Drop all that a request wrote, once a result of it was NaN; without a good result also what it started from.
-
-        Those who have read any of it and have no result of their own yet start again. A good result proves that what
-        was read was good, since NaN spreads to everything that is computed from it.
-        """
-        state = self._state
-        suspects = [] if request.has_good_result else request.digests[: request.num_resumed // self.limits.page_size]
-        doomed = state.cache.distrust(request, suspects)
-        wrote = [node.digest for node in (*request.published, *request.checkpointed, *doomed)]
-        state.host.distrust([*wrote, *suspects])
-        for reader in list(state.running):
-            has_read = reader.node in doomed or reader.resumed_by == request.arrival
-            is_other = reader is not request or has_come_back
-            if is_other and has_read and not reader.has_good_result:
-                preempt(state, reader, can_park=False)
-                for dispatched in state.in_flight:
-                    dispatched.stale.add(reader)
-
-    def _end(self, request: LiveRequest, reason: FinishReason, error: str | None = None) -> OutputDelta:
-        self._forget(request)
-        return OutputDelta(request.request_id, finish_reason=reason, error=error)
-
-    def _forget(self, request: LiveRequest) -> None:
-        state = self._state
-        del state.live[request.request_id]
-        if request.row is not None:
-            state.take_back(request)
-        elif request.phase is Phase.WAITING:
-            state.waiting.remove(request)
-            state.free_memory(request)
-        if request not in state.moving:
-            forget_parked(state, request)
-        request.phase = Phase.ENDED
-        request.is_plain = False
