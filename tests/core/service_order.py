@@ -77,7 +77,7 @@ class ServiceOrder:
             is_passed = any(self._keys[seeds[other.row]] > turns.key for other in chunks)
             whole = (chunk.start + room) // self._grid * self._grid
             if is_passed and not chunk.is_last and end < whole:
-                assert turns.num_turns <= 1.15 * (turns.num_solo + 1), f"{turns} of request {seed} is passed; {plan}"
+                assert turns.num_turns <= 1.15 * turns.num_solo, f"{turns} of request {seed} is passed; {plan}"
             room -= end - chunk.start
 
     def _num_solo(self, start: int, target: int) -> int:

@@ -22,6 +22,8 @@ class Collector:
         self.engine = engine
         self.ledger = Ledger()
         self.errors: list[BaseException] = []
+        self.cached_tokens: dict[str, int] = {}  # as the first delta with tokens says
+        self.queued_s: dict[str, float] = {}
         self.stats_at_end: dict[str, EngineStats] = {}  # as of each last delta, read on the engine thread
         self._changed = threading.Condition()
 
@@ -35,6 +37,10 @@ class Collector:
         with self._changed:
             if delta.finish_reason is not None:
                 self.stats_at_end[delta.request_id] = self.engine.stats()
+            if delta.token_ids and delta.request_id not in self.cached_tokens:
+                self.cached_tokens[delta.request_id] = delta.cached_tokens
+            if delta.queued_s is not None:
+                self.queued_s[delta.request_id] = delta.queued_s
             try:
                 self.ledger.take([delta])
             except AssertionError as error:
