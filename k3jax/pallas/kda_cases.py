@@ -1,4 +1,7 @@
-"""Named inputs of the KDA prefill kernels, shared by the tests, `scripts/gpu_check.py` and `scripts/bench_kernels.py`."""
+"""Named inputs of the KDA prefill kernels and the float64 recurrence that judges their results.
+
+Shared by the tests and `scripts/gpu_check.py`.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ class PrefillCase:
     first_token: int = 0  # packed rows before the first sequence
     starts: tuple[int, ...] = ()
     export_offsets: tuple[int, ...] = ()
+    limit: float = 6e-3  # of the relative error in the norm, outputs and states
     gates: str = "random"  # or "floor": every log-decay -5; "slow": all near 0
     keys: str = "random"  # or "same": one key for every token, with beta 1
 
@@ -32,8 +36,8 @@ class PrefillCase:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of the packed arrays: at least one tile, whatever is live."""
-        return max(64, self.first_token + sum(self.lengths))
+        """Rows of the packed arrays: at least one tile, whatever is live, and a multiple of 8."""
+        return max(64, -(-(self.first_token + sum(self.lengths)) // 8) * 8)
 
 
 class PrefillInputs(NamedTuple):
@@ -65,7 +69,21 @@ CASES = (
     PrefillCase(name="export at the end", lengths=(48, 16), export_offsets=(48, 16)),
     PrefillCase(name="gates at the floor", lengths=(130,), heads=1, gates="floor"),
     PrefillCase(name="slow gates", lengths=(130,), heads=1, gates="slow"),
-    PrefillCase(name="identical keys", lengths=(128,), heads=1, keys="same", gates="slow"),
+    # One key over and over: each token replaces the last one's value, so roundings of differences of values add up.
+    PrefillCase(name="identical keys", lengths=(128,), heads=1, keys="same", gates="slow", limit=3.5e-2),
+)
+GPU_CASES = (
+    PrefillCase(
+        name="packed",
+        lengths=(333, 0, 640, 100, 7),
+        starts=(0, 3, 0, 100, 0),
+        export_offsets=(48, 0, 320, 96, 0),
+        heads=3,
+        first_token=2,
+    ),
+    PrefillCase(name="long", lengths=(2048,), starts=(64,), export_offsets=(1040,)),
+    PrefillCase(name="long, gates at the floor", lengths=(1024,), gates="floor"),
+    PrefillCase(name="long, slow gates", lengths=(1024,), gates="slow", starts=(64,)),
 )
 
 
@@ -118,6 +136,41 @@ def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
     """Round to nearest even at 8 bits of mantissa; finite values only."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+class PrefillVerdict(NamedTuple):
+    """Relative errors in the norm against the recurrence, and whether everything else was left alone."""
+
+    passed: bool
+    out: float
+    final: float
+    exported: float
+    is_contained: bool
+
+
+def judge(case: PrefillCase, inputs: PrefillInputs, out: np.ndarray, pool: np.ndarray) -> PrefillVerdict:
+    """Compare `out` [T, H, V], NaN before the run, and the pool after it with the recurrence in float64."""
+    expected_out, finals, exports = recurrence(inputs)
+    live = slice(inputs.cu_seqlens[0], inputs.cu_seqlens[-1])
+    exported = inputs.export_offsets > 0
+    untouched = inputs.pool.copy()
+    written = np.concatenate([inputs.slots, inputs.export_slots[exported]])
+    untouched[0][written] = pool[0][written]
+    outside = np.ones(len(out), bool)
+    outside[live] = False
+    is_contained = np.array_equal(untouched, pool, equal_nan=True) and bool(np.isnan(out[outside]).all())
+    errors = (
+        relative_error(out[live], expected_out[live]),
+        relative_error(pool[0][inputs.slots], finals),
+        relative_error(pool[0][inputs.export_slots[exported]], exports[exported]),
+    )
+    return PrefillVerdict(is_contained and all(error <= case.limit for error in errors), *errors, is_contained)
+
+
+def relative_error(x: np.ndarray, expected: np.ndarray) -> float:
+    """||x - expected|| / ||expected||: 0 for two empty or two zero arrays, NaN where x has one."""
+    difference = float(np.linalg.norm(np.asarray(x, np.float64) - expected))
+    return difference / float(np.linalg.norm(expected)) if difference else 0.0
 
 
 def recurrence(inputs: PrefillInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -4,13 +4,16 @@ Per head and token, with q and k l2-normalised, alpha = exp(-5 sigmoid(exp(A_log
 
     S' = S diag(alpha);   S <- S' + b (v - S' k) k^T;   o = S q / sqrt(K)
 
-Two kernels: `kda_prefill_prepare` turns tiles of 64 tokens into what does not depend on the state, one block per tile and
-head, and `kda_scan` carries the states over the tiles.
+Two kernels: `kda_prefill_prepare` turns tiles of 64 tokens into what does not depend on the state, one block per tile
+and head, and `kda_scan` carries the states over the tiles. `kda_prefill_fused` is both in one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,7 @@ from jaxtyping import Array, Float
 
 from k3jax import kda
 from k3jax.kda_packed import chunked_packed
-from k3jax.pallas import kda_prefill_prepare, kda_scan
+from k3jax.pallas import kda_prefill_fused, kda_prefill_prepare, kda_scan
 from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
 
@@ -57,6 +60,7 @@ def kda_prefill_reference(
 class PrefillTiles:
     """How the work is spread over the GPU."""
 
+    is_fused: bool = False  # one kernel, one block per sequence and head; the rest is for the two kernels otherwise
     warpgroups: int = 1  # of a scan block: 2 shares tiles between the halves of V, 1 fills more of the GPU
     stages: int = 3  # tiles a scan block holds in shared memory
 
@@ -65,6 +69,23 @@ class PrefillTiles:
             raise ValueError(f"warpgroups={self.warpgroups}: a scan block has 1 or 2")
         if self.stages < 2:
             raise ValueError(f"stages={self.stages}: use at least 2, so that a tile loads while another is used")
+
+
+SWEEP = (PrefillTiles(), PrefillTiles(warpgroups=2, stages=2), PrefillTiles(is_fused=True))
+
+
+def tiles_for(heads: int, num_sequences: int, num_tokens: int) -> PrefillTiles:
+    """The measured choice for a shape."""
+    for row in _table():
+        if num_sequences * heads >= row["min_chains"] and num_tokens * heads >= row["min_token_heads"]:
+            return PrefillTiles(**row["tiles"])
+    raise AssertionError("the table's last row takes every shape")
+
+
+@functools.cache
+def _table() -> list[dict]:
+    path = pathlib.Path(__file__).with_name("tiles") / "kda_prefill_sm90.json"
+    return json.loads(path.read_text(encoding="utf-8"))["rows"]
 
 
 def kda_prefill(
@@ -89,12 +110,17 @@ def kda_prefill(
     `out` [T, H, V] bfloat16 are `jax.Ref`s, written in place: each sequence's slot, its export slot, and its rows.
     No other slot or row is read or written. Slots of different sequences must differ, except those of empty ones.
     """
-    tiles = tiles or PrefillTiles()
     heads = q.shape[1]
+    tiles = tiles or tiles_for(heads, plan.slots.shape[0], q.shape[0])
+    layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
+    if tiles.is_fused:
+        fused = kda_prefill_fused.build(plan.slots.shape[0], heads, interpret)
+        fused(q, k, v, gate, a_log, dt_bias, beta, plan, layer, pool, out)
+        return
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret)
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows)
     scan = kda_scan.build(plan.slots.shape[0], heads, tiles.warpgroups, tiles.stages, interpret)
-    scan(*prepared, plan, jnp.reshape(layer, (1,)).astype(jnp.int32), pool, out)
+    scan(*prepared, plan, layer, pool, out)
 
 
 def supported(num_tokens: int, key_width: int, value_width: int, dtype, lower_bound: float | None) -> str | None:
@@ -105,6 +131,6 @@ def supported(num_tokens: int, key_width: int, value_width: int, dtype, lower_bo
         return f"heads are {key_width} x {value_width}; the kernels are written for {WIDTH} x {WIDTH}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"activations are {jnp.dtype(dtype).name}; the kernels read bfloat16"
-    if num_tokens < CHUNK:
-        return f"{num_tokens} packed tokens; the kernels read {CHUNK} at a time"
+    if num_tokens < CHUNK or num_tokens % 8:
+        return f"{num_tokens} packed rows; the kernels need at least {CHUNK} and a multiple of 8"
     return None

@@ -6,11 +6,11 @@ For 64 tokens of a head, with G the running sum of the log-decays (base 2 here) 
     W = M (k 2^G)       U^T = V^T M^T       scores[i,j] = sum_k q_i 2^(G_i - G_j) k_j  (j <= i)
     queries = q 2^G     keys = k 2^(G_C - G)          decay = 2^G_C
 
-All exponents come out of products of the log-decays (float16, scaled) with matrices of -1, 0 and 1, so that each is a
-short sum and none is a difference of long ones. Scores take each column relative to the middle of its half of 32 tokens:
-gates of at least -5 keep both factors within 2^+-127, and a factor that does underflow belongs to a product below 1e-5.
-What overflows lies above the diagonal and is masked. The inverse joins inverses of diagonal blocks, as
-`k3jax/triangular.py` does: no power of A is formed.
+Running sums are products of the log-decays (float16, scaled) with matrices of -1, 0 and 1, in float32, so that none is
+a difference of long sums. Scores take each column relative to the middle of its half of 32 tokens: gates of at least -5
+keep both factors within 2^+-127, and a factor that does underflow belongs to a product below 1e-5. What overflows lies
+above the diagonal and is masked. The inverse joins inverses of diagonal blocks, as `k3jax/triangular.py` does: no power
+of A is formed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ def narrow_smem(shape: tuple[int, ...], dtype) -> object:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, HALF)), plgpu.SwizzleTransform(64)))
 
 
-def iota(dimension: int, columns: int = CHUNK) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, columns), dimension, layout=WGMMA)
+def iota(dimension: int) -> jax.Array:
+    return _iota(CHUNK, CHUNK, dimension)
+
+
+def _iota(rows: int, columns: int, dimension: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (rows, columns), dimension, layout=WGMMA)
 
 
 def by_row(x: jax.Array, columns: int = CHUNK) -> jax.Array:
@@ -69,22 +73,38 @@ def product(a, b, columns: int = CHUNK) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC((CHUNK, columns), jnp.float32))
 
 
-def scratch() -> dict:
-    """Shared memory of one warpgroup's tile. Inputs are overwritten by results of the same shape."""
+def scratch(warpgroups: int = 1, *, with_state: bool = False) -> dict:
+    """Shared memory of the tiles of some warpgroups; several lead with their number.
+
+    Inputs are overwritten by results of the same shape. `with_state` names memory that `prepare` no longer needs once
+    it is done as what `kda_scan` moves states and outputs through.
+    """
+    lead = (warpgroups,) if warpgroups > 1 else ()
+    tile, square = (*lead, CHUNK, WIDTH), (*lead, CHUNK, CHUNK)
+    log_decay = smem((*lead, 2, CHUNK, CHUNK), jnp.float16)  # halves of K; then k 2^G
+    lower = narrow_smem(square, jnp.float16)
+    if with_state:
+        log_decay = plgpu.RefUnion(log_decay, state_smem(square))
+        lower = plgpu.RefUnion(lower, plgpu.SMEM(square, jnp.bfloat16))
     return {
-        "q": _loaded((CHUNK, WIDTH)),  # then queries
-        "k": _loaded((CHUNK, WIDTH)),  # then keys
-        "v": _loaded((2, CHUNK, CHUNK)),  # halves of V; then U^T
-        "gate": _loaded((CHUNK, WIDTH)),  # then column factors, k 2^G, W
-        "log_decay": smem((2, CHUNK, CHUNK), jnp.float16),  # halves of K; then the inverse
-        "lower": narrow_smem((CHUNK, CHUNK), jnp.float16),
-        "mixing": smem((CHUNK, CHUNK), jnp.bfloat16),
-        "scores": narrow_smem((CHUNK, CHUNK), jnp.bfloat16),
-        "decay": plgpu.SMEM((WIDTH,), jnp.float32),
-        "bias": plgpu.SMEM((WIDTH,), jnp.float32),
-        "beta": plgpu.SMEM((2 * CHUNK,), jnp.float32),
-        "loaded": plgpu.Barrier(num_arrivals=6),
+        "q": _loaded(tile),  # then queries
+        "k": _loaded(tile),  # then keys
+        "v": _loaded((*lead, 2, CHUNK, CHUNK)),  # halves of V; then U^T
+        "gate": _loaded(tile),  # then column factors, then W
+        "log_decay": log_decay,
+        "lower": lower,
+        "mixing": plgpu.RefUnion(smem(square, jnp.bfloat16), smem(square, jnp.float16)),
+        "scores": narrow_smem(square, jnp.bfloat16),
+        "decay": plgpu.SMEM((*lead, WIDTH), jnp.float32),
+        "bias": plgpu.SMEM((*lead, WIDTH), jnp.float32),
+        "beta": plgpu.SMEM((*lead, 2 * CHUNK), jnp.float32),
+        "loaded": plgpu.Barrier(num_arrivals=6, num_barriers=warpgroups),
     }
+
+
+def state_smem(shape: tuple[int, ...]) -> object:
+    """Memory of half a warpgroup's rows of a state."""
+    return plgpu.SMEM(shape, jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
 
 
 def _loaded(shape: tuple[int, ...]) -> object:
@@ -92,11 +112,16 @@ def _loaded(shape: tuple[int, ...]) -> object:
     return plgpu.RefUnion(smem(shape, jnp.bfloat16), plgpu.SMEM(shape, jnp.bfloat16))
 
 
-def named(buffers: list) -> dict:
-    """Allocated `scratch` by name; the plain views of the inputs are called `q_rows` and so on."""
-    s = dict(zip(scratch(), buffers, strict=True))
+def named(buffers: list, names: list[str], *, with_state: bool = False) -> dict:
+    """Allocated `scratch` by name; second views have names of their own."""
+    s = dict(zip(names, buffers, strict=True))
     for name in _INPUTS:
         s[name], s[f"{name}_rows"] = s[name]
+    s["mixing"], s["inverse"] = s["mixing"]
+    if with_state:
+        s["log_decay"], s["state"] = s["log_decay"]
+        s["lower"], s["out_rows"] = s["lower"]
+        s["out"] = s["mixing"]
     return s
 
 
@@ -131,15 +156,27 @@ def wait_loads(s: dict, token) -> None:
     def _():
         for name in _INPUTS:
             layout = plgpu.Layout.SMEM_GMEM_COPY(s[name].shape, jnp.bfloat16, 128)
-            s[name][...] = plgpu.load(s[f"{name}_rows"], layout=layout)
+            rows = plgpu.load(s[f"{name}_rows"], layout=layout)
+            meet()
+            s[name][...] = rows
+        meet()
 
 
-def prepare(s: dict, rate: jax.Array, beta_logits, token, head, rows) -> None:
+def meet() -> None:
+    """Wait until every warp is here: the compiler inserts no barriers of its own into these kernels.
+
+    Needed before memory is overwritten that another warp, or a product another warp has not waited for, may still read,
+    and before memory is read in another layout than it was written in. Also makes writes visible to the tensor cores
+    and the copy engine.
+    """
+    plgpu.commit_smem()
+
+
+def prepare(s: dict, rate: jax.Array, rows) -> None:
     """Turn a loaded tile into W, U^T, queries, keys, scores and decay, in place. Rows from `rows` on are made inert.
 
     `rate` is exp(A_log) of the head. The results are committed for the copy engine and the tensor cores.
     """
-    _load_beta(s, beta_logits, token, head, rows)
 
     @pl.when(rows < CHUNK)
     def _():  # what lies past the end may be anything, NaN included
@@ -151,27 +188,26 @@ def prepare(s: dict, rate: jax.Array, beta_logits, token, head, rows) -> None:
     norm_q = lax.rsqrt(_squares(s["q"]) + 1e-6) * (1 / math.sqrt(WIDTH))
     norm_k = lax.rsqrt(_squares(s["k"]) + 1e-6)
     _gate(s, rate, rows)
-    _scores(s, norm_q, norm_k)
     _decayed(s, norm_q, norm_k)
-    inverse = _inverse(s)
-    _mixed(s, inverse)
+    _mixed(s, _inverse(s))
 
 
-def _half(half: int):
-    return pl.ds(half * CHUNK, CHUNK)
+def _half(half):
+    return pl.ds(half * CHUNK if isinstance(half, int) else pl.multiple_of(half * CHUNK, CHUNK), CHUNK)
 
 
 def _read(ref) -> jax.Array:
     return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
 
 
-def _load_beta(s, beta_logits, token, head, rows) -> None:
-    """sigmoid of the tile's logits, 0 in dead rows, kept in shared memory: the columns need them as well as the rows."""
+def load_beta(s: dict, beta_logits, token, head, rows) -> None:
+    """Keep sigmoid of the tile's logits, 0 in dead rows, in shared memory: columns need them as well as rows."""
     first = jnp.minimum(token, beta_logits.shape[0] - CHUNK)  # stay inside the array
     logits = plgpu.load(beta_logits.at[pl.ds(first, CHUNK), head], layout=ROW, optimized=False)
     s["beta"][pl.ds(0, CHUNK)] = jax.nn.sigmoid(logits.astype(jnp.float32))
-    plgpu.commit_smem()
+    meet()
     shifted = plgpu.load(s["beta"].at[pl.ds(token - first, CHUNK)], layout=ROW)
+    meet()
     s["beta"][pl.ds(0, CHUNK)] = jnp.where(jnp.arange(CHUNK) < rows, shifted, 0)
 
 
@@ -181,113 +217,118 @@ def _squares(ref) -> jax.Array:
 
 
 def _gate(s, rate, rows) -> None:
-    """Log-decays of both halves, and the decay of the whole tile."""
+    """Log-decays of both halves of K, and the decay of the whole tile."""
     live = iota(0) < rows
-    for half in range(2):
+
+    @pl.loop(0, 2)
+    def _(half):
         bias = plgpu.load(s["bias"].at[_half(half)], layout=COLUMN)
         raw = _read(s["gate"].at[:, _half(half)]) + by_column(bias)
-        bounded = (-5.0 * math.log2(math.e) * _SCALE) / (1.0 + jnp.exp2(raw * (-math.log2(math.e) * rate)))
+        root = lax.rsqrt(1.0 + jnp.exp2(raw * (-math.log2(math.e) * rate)))  # its square is the sigmoid
+        bounded = (-5.0 * math.log2(math.e) * _SCALE) * (root * root)
         log_decay = jnp.where(live, bounded, 0).astype(jnp.float16)
         s["log_decay"].at[half][...] = log_decay
         total = jnp.sum(log_decay.astype(jnp.float32), axis=0)
         s["decay"][_half(half)] = jnp.exp2(total * (1 / _SCALE))
-    plgpu.commit_smem()
+
+    meet()
 
 
-def _signs(positive, negative=None) -> jax.Array:
-    signs = jnp.where(positive, 1.0, 0.0)
-    if negative is not None:
-        signs = jnp.where(negative, -1.0, signs)
-    return signs.astype(jnp.float16)
+def _decayed(s, norm_q, norm_k) -> None:
+    """Scores (to `scores`), the keys' own times beta (to `lower`), and everything that is k or q times a decay."""
+    row, token = iota(0), iota(1)
+    is_left = row < HALF
 
+    def sums_to(row_token, after=None):
+        """Left operand whose product is the sum over tokens up to the row's, less that over tokens up to `after`."""
+        ones = jnp.where(token <= row_token, 1.0, 0.0)
+        if after is not None:
+            ones = ones - jnp.where(token <= after, 1.0, 0.0)
+        return ones.astype(jnp.float16)
 
-def _exponents(s, half: int, signs: jax.Array) -> jax.Array:
-    return product(signs, s["log_decay"].at[half]) * (1 / _SCALE)
-
-
-def _scores(s, norm_q, norm_k) -> None:
-    """Scores (to `scores`) and beta times the keys' own (to `lower`)."""
-    row, column = iota(0), iota(1)  # here the column is the token a log-decay belongs to
+    to_row, to_end = sums_to(row), jnp.where(token > row, 1.0, 0.0).astype(jnp.float16)
+    from_left, from_right = sums_to(row, _MIDDLE), sums_to(row, HALF + _MIDDLE)
 
     def run(k_left, q_left, k_right, q_right):
-        for half in range(2):
-            own = (row // HALF) * HALF + _MIDDLE
-            from_own = _exponents(s, half, _signs((column > own) & (column <= row), (column <= own) & (column > row)))
-            k_half = _read(s["k"].at[:, _half(half)]) * by_row(norm_k)
-            q_half = _read(s["q"].at[:, _half(half)]) * by_row(norm_q)
-            columns = s["gate"].at[:, _half(half)]
-            columns[...] = (k_half * jnp.exp2(-from_own - _SHIFT)).astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            factor = jnp.exp2(from_own + _SHIFT)
-            right = s["gate"].at[pl.ds(HALF, HALF), _half(half)].T
-            plgpu.wgmma(k_right, (k_half * factor).astype(jnp.bfloat16), right)
-            plgpu.wgmma(q_right, (q_half * factor).astype(jnp.bfloat16), right)
-            from_left = _exponents(
-                s, half, _signs((column > _MIDDLE) & (column <= row), (column <= _MIDDLE) & (column > row))
-            )
-            factor = jnp.exp2(from_left + _SHIFT)
-            left = s["gate"].at[pl.ds(0, HALF), _half(half)].T
-            plgpu.wgmma(k_left, (k_half * factor).astype(jnp.bfloat16), left)
-            plgpu.wgmma(q_left, (q_half * factor).astype(jnp.bfloat16), left)
+        @pl.loop(0, 2)
+        def _(half):
+            ref_q, ref_k = s["q"].at[:, _half(half)], s["k"].at[:, _half(half)]
+
+            def exponents(*sums, while_busy=lambda: None):
+                def run(*accs):
+                    for acc, signs in zip(accs, sums, strict=True):
+                        plgpu.wgmma(acc, signs, s["log_decay"].at[half])
+                    return while_busy(), *(acc[...] * (1 / _SCALE) for acc in accs)
+
+                return pl.run_scoped(run, *[plgpu.ACC((CHUNK, CHUNK), jnp.float32)] * len(sums))
+
+            def read_normed():
+                return _read(ref_k) * by_row(norm_k), _read(ref_q) * by_row(norm_q)
+
+            (k_half, q_half), left, right = exponents(from_left, from_right, while_busy=read_normed)
+            own = jnp.where(is_left, left, right)
+            s["gate"].at[:, _half(half)][...] = (k_half * jnp.exp2(-_SHIFT - own)).astype(jnp.bfloat16)
+            meet()
+            for relative, k_acc, q_acc, start in ((left, k_left, q_left, 0), (right, k_right, q_right, HALF)):
+                factor = jnp.exp2(relative + _SHIFT)
+                columns = s["gate"].at[pl.ds(start, HALF), _half(half)].T
+                plgpu.wgmma(k_acc, (k_half * factor).astype(jnp.bfloat16), columns)
+                plgpu.wgmma(q_acc, (q_half * factor).astype(jnp.bfloat16), columns)
+                plgpu.wgmma_wait(0)  # the left operands are in registers, which may be reused from here on
+            until_end, from_start = map(jnp.exp2, exponents(to_end, to_row)[1:])
+            meet()
+            ref_k[...] = (k_half * until_end).astype(jnp.bfloat16)
+            ref_q[...] = (q_half * from_start).astype(jnp.bfloat16)
+            s["log_decay"].at[half][...] = (k_half * from_start).astype(jnp.float16)
+
+        meet()
         return k_left[...], q_left[...], k_right[...], q_right[...]
 
     k_left, q_left, k_right, q_right = pl.run_scoped(run, *[plgpu.ACC((CHUNK, HALF), jnp.float32)] * 4)
     beta = by_row(plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=ROW), HALF)
-    rows, columns = iota(0, HALF), iota(1, HALF)
+    rows, columns = _iota(CHUNK, HALF, 0), _iota(CHUNK, HALF, 1)
     for start, keys, queries in ((0, k_left, q_left), (HALF, k_right, q_right)):
         part = pl.ds(start, HALF)
         s["lower"].at[:, part][...] = jnp.where(columns + start < rows, keys * beta, 0).astype(jnp.float16)
         s["scores"].at[:, part][...] = jnp.where(columns + start <= rows, queries, 0).astype(jnp.bfloat16)
 
 
-def _decayed(s, norm_q, norm_k) -> None:
-    """Queries and keys from the tile's start, keys to its end."""
-    row, column = iota(0), iota(1)
-    for half in range(2):
-        ref_q, ref_k = s["q"].at[:, _half(half)], s["k"].at[:, _half(half)]
-        k_half = _read(ref_k) * by_row(norm_k)
-        from_start = jnp.exp2(_exponents(s, half, _signs(column <= row)))
-        ref_q[...] = (_read(ref_q) * by_row(norm_q) * from_start).astype(jnp.bfloat16)
-        s["gate"].at[:, _half(half)][...] = (k_half * from_start).astype(jnp.bfloat16)
-        to_end = jnp.exp2(_exponents(s, half, _signs(column > row)))
-        ref_k[...] = (k_half * to_end).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-
-
 def _inverse(s) -> jax.Array:
     """(I + lower)^-1 by joining inverses of neighbouring diagonal blocks: [[P, 0], [-Q L P, Q]].
 
     The products run over whole tiles: with block-diagonal inverses the pairs of blocks do not mix, and only the entries
-    that join two neighbours are kept.
+    that join two neighbours are kept: those whose row and column first differ in the bit of the blocks' width.
     """
-    row, column = iota(0), iota(1)
-    lower = _read(s["lower"])
+    difference = iota(0) ^ iota(1)
+    inverse = jnp.where(difference == 0, 1.0, jnp.where(difference == 1, -_read(s["lower"]), 0.0))
 
-    def joins(width: int):
-        return (row // width != column // width) & (row // (2 * width) == column // (2 * width))
-
-    inverse = jnp.where(row == column, 1.0, 0.0) - jnp.where(joins(1), lower, 0)
-    width = 2
-    while width < CHUNK:
+    def join(level, inverse):
+        width = 2 << level
         narrow = inverse.astype(jnp.float16)
-        s["log_decay"].at[0][...] = narrow
-        plgpu.commit_smem()
+        s["inverse"][...] = narrow
+        meet()
         between = product(narrow, s["lower"]).astype(jnp.float16)
-        joined = product(between, s["log_decay"].at[0])
-        inverse = jnp.where(joins(width), -joined, inverse)
-        width *= 2
-    return inverse
+        joined = product(between, s["inverse"])
+        meet()
+        return jnp.where((difference >= width) & (difference < 2 * width), -joined, inverse)
+
+    return lax.fori_loop(0, CHUNK.bit_length() - 2, join, inverse)
 
 
 def _mixed(s, inverse: jax.Array) -> None:
     """W and U^T from the inverse."""
     beta = plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=COLUMN)
-    mixing = (inverse * by_column(beta)).astype(jnp.bfloat16)
-    s["mixing"][...] = mixing
-    plgpu.commit_smem()
-    for half in range(2):
-        ref = s["gate"].at[:, _half(half)]
-        ref[...] = product(mixing, ref).astype(jnp.bfloat16)
+    mixing = inverse * by_column(beta)
+    s["mixing"][...] = mixing.astype(jnp.bfloat16)
+    meet()
+    narrow = mixing.astype(jnp.float16)
+
+    @pl.loop(0, 2)
+    def _(half):
+        s["gate"].at[:, _half(half)][...] = product(narrow, s["log_decay"].at[half]).astype(jnp.bfloat16)
         values = s["v"].at[half]
-        values[...] = product(values.T, s["mixing"].T).astype(jnp.bfloat16)
-    plgpu.commit_smem()
+        mixed = product(values.T, s["mixing"].T).astype(jnp.bfloat16)
+        meet()
+        values[...] = mixed
+
+    meet()

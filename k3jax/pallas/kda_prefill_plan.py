@@ -1,8 +1,8 @@
 """Which tokens each tile of a KDA prefill covers, and where its sequence's state comes from and goes to.
 
-Built once per step from `cu_seqlens` and shared by every KDA layer. Tiles are cut where the absolute position of a token
-is a multiple of 64 and once more at the sequence's export offset, so no tile reaches past an export: the state exported
-at p comes out of the same operations, in the same order, as the final state of a run that ends at p.
+Built once per step from `cu_seqlens` and shared by every KDA layer. Tiles are cut where the absolute position of a
+token is a multiple of 64 and once more at the sequence's export offset, so no tile reaches past an export: the state
+exported at p comes out of the same operations, in the same order, as the final state of a run that ends at p.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
 
 def max_tiles(num_tokens: int, num_sequences: int) -> int:
-    """Tiles that always suffice: each sequence adds at most one for its start, one for its end and one for an export."""
+    """Tiles that always suffice: a sequence adds at most one for its start, one for its end and one for an export."""
     return num_tokens // CHUNK + 3 * num_sequences
 
 

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH, named, prepare, scratch, start_loads, wait_loads
+from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH, load_beta, named, prepare, scratch, start_loads, wait_loads
 
 
 class Prepared(NamedTuple):
@@ -40,15 +40,14 @@ def prepared_shapes(num_tiles: int, heads: int) -> Prepared:
 
 def _body(q, k, v, gate, a_log, bias, beta, token, rows, w, values, queries, keys, scores, decay, *, s):
     tile, head = lax.axis_index("tile"), lax.axis_index("head")
-    num_rows = rows[tile]
+    num_rows, first, rate = rows[tile], token[tile], jnp.exp(a_log[head])
 
     @pl.when(num_rows > 0)
     def _():
-        first = token[tile]
         start_loads(s, q, k, v, gate, bias, first, head)
-        rate = jnp.exp(a_log[head])
+        load_beta(s, beta, first, head, num_rows)
         wait_loads(s, first)
-        prepare(s, rate, beta, first, head, num_rows)
+        prepare(s, rate, num_rows)
         for ref, out in (
             (s["gate"], w),
             (s["v"], values),
@@ -58,7 +57,7 @@ def _body(q, k, v, gate, a_log, bias, beta, token, rows, w, values, queries, key
             (s["decay"], decay),
         ):
             plgpu.copy_smem_to_gmem(ref, out.at[tile, head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the writes
 
 
 @functools.cache
@@ -66,13 +65,13 @@ def build(num_tiles: int, heads: int, interpret=None):
     """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows) -> Prepared."""
 
     def entry(*refs):
-        pl.run_scoped(lambda *buffers: _body(*refs, s=named(list(buffers))), *scratch().values())
+        pl.run_scoped(lambda *buffers: _body(*refs, s=named(list(buffers), list(scratch()))), *scratch().values())
 
     return plgpu.kernel(
         entry,
         out_type=tuple(prepared_shapes(num_tiles, heads)),
         grid=(num_tiles, heads),
         grid_names=("tile", "head"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

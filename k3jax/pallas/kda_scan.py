@@ -4,9 +4,9 @@ Transposed, with rows of V first, a tile of 64 tokens is four products (S in R^{
 
     P = U^T - S W^T        O^T = S queries^T + P scores^T        S <- S diag(decay) + P keys
 
-Rows of V do not interact, so a block takes all 128 with two warpgroups that share the tiles in shared memory, or 64 with
-one when there are too few sequences and heads to fill the GPU. S stays in registers, in float32; as a left operand it is
-rounded to bfloat16 without leaving them.
+Rows of V do not interact, so a block takes all 128 with two warpgroups that share the tiles in shared memory, or 64
+with one when there are too few sequences and heads to fill the GPU. S stays in registers, in float32; as a left operand
+it is rounded to bfloat16 without leaving them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_chunk import CHUNK, COLUMN, WGMMA, WIDTH, by_column, narrow_smem, smem
+from k3jax.pallas.kda_prefill_chunk import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, narrow_smem, smem, state_smem
 
 _HALVES = (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
 _ROW_TILE = 8
@@ -27,11 +27,7 @@ _ROW_TILE = 8
 def state_scratch(warpgroups: int) -> dict:
     """Memory through which states and outputs go, for each warpgroup."""
     return {
-        "state": plgpu.SMEM(
-            (warpgroups, CHUNK, CHUNK),
-            jnp.float32,
-            transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
-        ),
+        "state": state_smem((warpgroups, CHUNK, CHUNK)),
         "out": smem((warpgroups, CHUNK, CHUNK), jnp.bfloat16),
         "out_rows": plgpu.SMEM((warpgroups, CHUNK, CHUNK), jnp.bfloat16),
         "state_loaded": plgpu.Barrier(num_barriers=warpgroups),
@@ -54,40 +50,59 @@ def load_state(s: dict, pool_rows, is_fresh, warpgroup) -> tuple:
             plgpu.barrier_wait(loaded)
 
         halves.append(plgpu.load(buffer, layout=WGMMA))
-        plgpu.commit_smem()  # everybody has read before the next half arrives
+        meet()  # everybody has read before the next half arrives
     return tuple(halves)
 
 
 def store_state(s: dict, pool_rows, state: tuple, warpgroup) -> None:
     for half, value in zip(_HALVES, state, strict=True):
         s["state"].at[warpgroup][...] = value
-        plgpu.commit_smem()
+        meet()
         plgpu.copy_smem_to_gmem(s["state"].at[warpgroup], pool_rows.at[:, half])
         plgpu.wait_smem_to_gmem(0)
 
 
-def advance(state: tuple, w, values, queries, keys, scores, decay) -> tuple:
-    """State after a tile and its outputs, transposed: [V, C] in bfloat16."""
+def advance(state: tuple, w, values, queries, keys, scores, decay, while_busy=lambda: None) -> tuple:
+    """State after a tile and its outputs, transposed: [V, C] in bfloat16.
+
+    `while_busy` is run while the tensor cores work on the first half of it, after all reads of `values` and `decay`.
+    """
     rounded = [half.astype(jnp.bfloat16) for half in state]
 
-    def run(read, out, *updates):
-        for half, columns in zip(rounded, _HALVES, strict=True):
-            plgpu.wgmma(read, half, w.at[:, columns].T)
-        for half, columns in zip(rounded, _HALVES, strict=True):
-            plgpu.wgmma(out, half, queries.at[:, columns].T)
-        expected = plgpu.wgmma_accumulator_load(read, wait_n=2)
-        pseudo = (plgpu.load(values, layout=WGMMA).astype(jnp.float32) - expected).astype(jnp.bfloat16)
-        for update, columns in zip(updates, _HALVES, strict=True):
-            plgpu.wgmma(update, pseudo, keys.at[:, columns])
-        plgpu.wgmma(out, pseudo, scores.T)
-        kept = [
-            half * by_column(plgpu.load(decay.at[columns], layout=COLUMN))
-            for half, columns in zip(state, _HALVES, strict=True)
-        ]
-        added = [plgpu.wgmma_accumulator_load(update, wait_n=1) for update in updates]
-        return tuple(a + b for a, b in zip(kept, added, strict=True)), out[...].astype(jnp.bfloat16)
+    def run(out):
+        def read_state(read):
+            for half, columns in zip(rounded, _HALVES, strict=True):
+                plgpu.wgmma(read, half, w.at[:, columns].T)
+            for half, columns in zip(rounded, _HALVES, strict=True):
+                plgpu.wgmma(out, half, queries.at[:, columns].T)
+            kept = tuple(
+                half * by_column(plgpu.load(decay.at[columns], layout=COLUMN))
+                for half, columns in zip(state, _HALVES, strict=True)
+            )
+            wanted = plgpu.load(values, layout=WGMMA)
+            while_busy()
+            return plgpu.wgmma_accumulator_load(read, wait_n=2), kept, wanted  # the queries' products go on
 
-    return pl.run_scoped(run, *[plgpu.ACC((CHUNK, CHUNK), jnp.float32)] * 4)
+        expected, kept, wanted = pl.run_scoped(read_state, _accumulator())
+        pseudo = (wanted.astype(jnp.float32) - lax.optimization_barrier(expected)).astype(jnp.bfloat16)
+
+        def update(*added):
+            for half, columns in zip(added, _HALVES, strict=True):
+                plgpu.wgmma(half, pseudo, keys.at[:, columns])
+            plgpu.wgmma(out, pseudo, scores.T)
+            return [plgpu.wgmma_accumulator_load(half, wait_n=1) for half in added]
+
+        added = lax.optimization_barrier(pl.run_scoped(update, _accumulator(), _accumulator()))
+        new_state = tuple(a + b for a, b in zip(kept, added, strict=True))
+        # Products in flight still read their left operands: keep those registers until the wait is over.
+        out_t, *_ = lax.optimization_barrier((out[...], pseudo, *rounded))
+        return new_state, out_t.astype(jnp.bfloat16)
+
+    return pl.run_scoped(run, _accumulator())
+
+
+def _accumulator():
+    return plgpu.ACC((CHUNK, CHUNK), jnp.float32)
 
 
 def store_rows(s: dict, out_head, out_t, token, rows, warpgroup) -> None:
@@ -99,13 +114,13 @@ def store_rows(s: dict, out_head, out_t, token, rows, warpgroup) -> None:
     @pl.when(is_direct)
     def _():
         tiled.T[...] = plgpu.layout_cast(out_t, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
+        meet()
         plgpu.copy_smem_to_gmem(tiled, out_head.at[pl.ds(pl.multiple_of(token, _ROW_TILE), CHUNK)])
 
     @pl.when(jnp.logical_not(is_direct))
     def _():  # plain rows go anywhere, in runs of a power of two
         plain.T[...] = out_t
-        plgpu.commit_smem()
+        meet()
         for log_run in range(CHUNK.bit_length()):
             run = 1 << log_run
 
@@ -154,15 +169,22 @@ def _body(w, values, queries, keys, scores, decay, plan, layer, pool, out, *, s:
         for step in range(stages):
             pl.when(step < num_tiles)(functools.partial(fetch, jnp.int32(step)))
 
-    state = load_state(s, pool_rows(plan.slots[sequence]), plan.is_fresh[sequence], warpgroup)
+    slot, export_slot, export_tile = plan.slots[sequence], plan.export_slots[sequence], plan.export_tile[sequence]
+    state = load_state(s, pool_rows(slot), plan.is_fresh[sequence], warpgroup)
+    last = jnp.maximum(first_tile + num_tiles - 1, 0)
 
-    def visit(step, state):
+    def visit(step, carry):
+        state, previous, token, rows = carry
+        following = jnp.minimum(first_tile + step + 1, last)
+        # Read a step early: nothing waits for memory then.
+        next_token, next_rows = plan.token[following], plan.rows[following]
+
         @pl.when((warpgroup == 0) & (step > 0) & (step - 1 + stages < num_tiles))
         def _():
             plgpu.barrier_wait(s["consumed"].at[lax.rem(step - 1, stages)])
             fetch(step - 1 + stages)
 
-        stage, tile = lax.rem(step, stages), first_tile + step
+        stage = lax.rem(step, stages)
         plgpu.barrier_wait(s["ready"].at[stage])
         state, out_t = advance(
             state,
@@ -172,21 +194,29 @@ def _body(w, values, queries, keys, scores, decay, plan, layer, pool, out, *, s:
             s["keys"].at[stage],
             s["scores"].at[stage],
             s["decay"].at[stage],
+            lambda: store_rows(s, out_head, *previous, warpgroup),
         )
-        store_rows(s, out_head, out_t, plan.token[tile], plan.rows[tile], warpgroup)
 
         @pl.when(step + stages < num_tiles)
-        def _():  # after the commit in `store_rows`: our reads are over before the next tile is written there
+        def _():  # somebody waits for it
             plgpu.barrier_arrive(s["consumed"].at[stage])
 
-        @pl.when(step == plan.export_tile[sequence])
+        @pl.when(step == export_tile)
         def _():
-            store_state(s, pool_rows(plan.export_slots[sequence]), state, warpgroup)
+            store_state(s, pool_rows(export_slot), state, warpgroup)
 
-        return state
+        return state, (out_t, token, rows), next_token, next_rows
 
-    state = lax.fori_loop(0, num_tiles, visit, state)
-    store_state(s, pool_rows(plan.slots[sequence]), state, warpgroup)
+    first = jnp.minimum(first_tile, last)
+    nothing = plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), jnp.bfloat16), WGMMA)
+    state, previous, _, _ = lax.fori_loop(
+        0,
+        num_tiles,
+        visit,
+        (state, (nothing, jnp.int32(0), jnp.int32(0)), plan.token[first], plan.rows[first]),
+    )
+    store_rows(s, out_head, *previous, warpgroup)
+    store_state(s, pool_rows(slot), state, warpgroup)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -210,7 +240,7 @@ def build(num_sequences: int, heads: int, warpgroups: int, stages: int, interpre
         entry,
         grid=(num_sequences, heads, parts),
         grid_names=("sequence", "head", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
         **threads,
     )

@@ -1,0 +1,102 @@
+"""Time KDA prefill at K3's shapes on a GPU: one JSON line per shape and tiling.
+
+A program of many calls over inputs larger than the L2 cache, each waiting for the one before; the median of its runs
+divided by the calls. `--sweep` times every tiling, otherwise the one the kernel would choose. `floor_us` counts the
+inputs and outputs once, and two states a sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+
+from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill, tiles_for  # noqa: E402
+from k3jax.pallas.kda_prefill_plan import make_plan  # noqa: E402
+
+WIDTH = 128
+COLD_BYTES = 200e6
+BYTES_PER_S = 4.10e12  # measured on an H200, read + write
+MIN_CALLS = 24
+RUNS = 9
+SHAPES = ((12, 1, 1024), (12, 1, 8192), (12, 1, 32768), (12, 4, 8192), (12, 16, 1024), (12, 16, 8192))
+SHAPES += ((96, 1, 8192), (96, 4, 8192))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", action="append", help="heads,batch,tokens of each; repeat for several")
+    parser.add_argument("--sweep", action="store_true", help="time every tiling")
+    parser.add_argument("--export", type=int, default=0, help="offset at which every sequence exports its state")
+    args = parser.parse_args()
+    shapes = [tuple(int(x) for x in shape.split(",")) for shape in args.shape] if args.shape else SHAPES
+    for heads, batch, tokens in shapes:
+        for tiles in SWEEP if args.sweep else (tiles_for(heads, batch, batch * tokens),):
+            row = {"op": "kda_prefill", "heads": heads, "batch": batch, "seq": tokens, "export": args.export}
+            row |= dataclasses.asdict(tiles)
+            try:
+                row |= measure(heads, batch, tokens, tiles, args.export)
+            except Exception as error:  # a tiling the compiler refuses must not end the sweep
+                row["failed"] = f"{type(error).__name__}: {error}"[:300]
+            print(json.dumps(row), flush=True)
+
+
+def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) -> dict:
+    """Microseconds of a call and the floor."""
+    tokens = batch * seq
+    token_bytes = heads * (5 * WIDTH * 2 + 2)
+    num_inputs = max(2, math.ceil(COLD_BYTES / (tokens * token_bytes)))
+    rounds = math.ceil(MIN_CALLS / num_inputs)
+    slots = jnp.arange(1, batch + 1, dtype=jnp.int32)
+    starts = jnp.zeros(batch, jnp.int32)
+    offsets = jnp.full(batch, export, jnp.int32)
+    cu_seqlens = jnp.arange(0, tokens + 1, seq, dtype=jnp.int32)
+    plan = make_plan(cu_seqlens, starts, slots, offsets, slots + batch, tokens)
+    a_log, dt_bias = jnp.full(heads, 0.1), jnp.full((heads, WIDTH), 0.1)
+
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def program(inputs, pool, out, a_log):
+        for _ in range(rounds):
+            for q, k, v, gate, beta in inputs:
+                # The next call's first kernel must not run beside this one's last.
+                a_log, pool, out = jax.lax.optimization_barrier((a_log, pool, out))
+                pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
+                kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(0), pool_ref, out_ref, tiles=tiles)
+                pool, out = jax.freeze(pool_ref), jax.freeze(out_ref)
+        return pool, out
+
+    @jax.jit
+    def draw(key):
+        keys = jax.random.split(key, 5)
+        shapes = [(tokens, heads, WIDTH)] * 4 + [(tokens, heads)]
+        return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+
+    inputs = [draw(jax.random.key(i)) for i in range(num_inputs)]
+    pool = jnp.zeros((1, 2 * batch + 1, heads, WIDTH, WIDTH), jnp.float32)
+    out = jnp.zeros((tokens, heads, WIDTH), jnp.bfloat16)
+    compiled = program.lower(inputs, pool, out, a_log).compile()
+    times = []
+    for _ in range(RUNS + 1):
+        jax.block_until_ready((inputs, pool, out))
+        start = time.perf_counter()
+        pool, out = jax.block_until_ready(compiled(inputs, pool, out, a_log))
+        times.append(time.perf_counter() - start)
+    moved = tokens * token_bytes + 2 * batch * heads * WIDTH * WIDTH * 4
+    microseconds = statistics.median(times[1:]) / (rounds * num_inputs) * 1e6
+    return {"us": round(microseconds, 1), "floor_us": round(moved / BYTES_PER_S * 1e6, 1)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The KDA prefill kernels in the Mosaic GPU interpreter, races detected, against the recurrence in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mosaic_interpreter import interpreter
+
+from k3jax.pallas import kda_cases
+from k3jax.pallas.kda_cases import CASES, PrefillCase, PrefillInputs, judge, make_inputs, recurrence, relative_error
+from k3jax.pallas.kda_prefill import (
+    PrefillTiles,
+    kda_prefill,
+    kda_prefill_reference,
+    supported,
+    tiles_for,
+)
+from k3jax.pallas.kda_prefill_plan import make_plan
+
+TILINGS = {
+    "split rows": PrefillTiles(warpgroups=1, stages=2),
+    "shared tiles": PrefillTiles(warpgroups=2, stages=2),
+    "fused": PrefillTiles(is_fused=True),
+}
+BY_NAME = {case.name: case for case in CASES}
+SMALL = PrefillCase(name="small", lengths=(70, 0, 5), starts=(3, 9, 0), export_offsets=(64, 0, 0), heads=1)
+
+
+def run(inputs: PrefillInputs, tiles: PrefillTiles | None = None, interpret=None) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and pool after one call. Outputs are NaN before it."""
+    plan = make_plan(
+        jnp.asarray(inputs.cu_seqlens),
+        jnp.asarray(inputs.starts),
+        jnp.asarray(inputs.slots),
+        jnp.asarray(inputs.export_offsets),
+        jnp.asarray(inputs.export_slots),
+        inputs.q.shape[0],
+    )
+    pool = jax.new_ref(jnp.asarray(inputs.pool))
+    out = jax.new_ref(jnp.full(inputs.v.shape, jnp.nan, jnp.bfloat16))
+    q, k, v, gate, beta = (jnp.asarray(x, jnp.bfloat16) for x in inputs[:5])
+    a_log, dt_bias = jnp.asarray(inputs.a_log), jnp.asarray(inputs.dt_bias)
+    kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(0), pool, out, tiles=tiles, interpret=interpret)
+    return np.asarray(out[...], np.float32), np.asarray(pool[...])
+
+
+def assert_passes(case: PrefillCase, tiles: PrefillTiles, capsys) -> None:
+    inputs = make_inputs(case, seed=np.random.SeedSequence().entropy % 2**32)
+    out, pool = run(inputs, tiles, interpreter())
+    verdict = judge(case, inputs, out, pool)
+    assert verdict.passed, verdict
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+def test_the_kernels_equal_the_recurrence_without_races(capsys):
+    """Sequences of which one is empty (D07), a resumed one with an export, rows of others and old slots NaN (D08)."""
+    assert_passes(SMALL, TILINGS["split rows"], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", TILINGS.values(), ids=TILINGS)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_case_passes_with_every_tiling(name, tiles, capsys):
+    """D01 (gates at the floor), D02 (identical keys), D07 (empty sequences), D08 (padding) among them."""
+    if tiles.is_fused and name in ("unaligned rows", "ragged"):
+        pytest.skip("the detector takes the warpgroups' parts of one aliased allocation for the same memory")
+    assert_passes(BY_NAME[name], tiles, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", TILINGS.values(), ids=TILINGS)
+@pytest.mark.parametrize("offset", [48, 64])
+def test_an_export_equals_the_end_of_a_run_that_ends_there_bit_for_bit(offset, tiles):
+    whole = make_inputs(PrefillCase(name="whole", lengths=(96,), heads=1, export_offsets=(offset,)), seed=offset)
+    _, pool = run(whole, tiles, interpreter())
+    ended = whole._replace(cu_seqlens=np.array([0, offset], np.int32), export_offsets=np.zeros(1, np.int32))
+    _, ended_pool = run(ended, tiles, interpreter())
+    assert np.array_equal(pool[0, whole.export_slots[0]], ended_pool[0, whole.slots[0]])
+
+
+def test_the_judge_refuses_a_result_one_percent_off():
+    inputs = make_inputs(SMALL, seed=1)
+    out, finals, exports = recurrence(inputs)
+    pool = inputs.pool.copy()
+    pool[0][inputs.slots] = finals
+    pool[0][inputs.export_slots[:1]] = exports[:1]
+    assert judge(SMALL, inputs, out, pool).passed
+    assert not judge(SMALL, inputs, out * 1.01, pool).passed
+
+
+def test_the_judge_refuses_a_write_to_another_slot():
+    inputs = make_inputs(SMALL, seed=2)
+    out, finals, exports = recurrence(inputs)
+    pool = inputs.pool.copy()
+    pool[0][inputs.slots] = finals
+    pool[0][inputs.export_slots[:1]] = exports[:1]
+    pool[1, 0] = 0
+    assert not judge(SMALL, inputs, out, pool).passed
+
+
+def test_the_reference_equals_the_recurrence_in_float64(x64):
+    """D01 and D07 on the reference the kernels replace."""
+    case = dataclasses.replace(SMALL, gates="floor")
+    inputs = make_inputs(case, seed=3)
+    clean = inputs._replace(**{name: np.nan_to_num(getattr(inputs, name)) for name in inputs._fields[:5]})
+    states = np.nan_to_num(inputs.pool[0][inputs.slots]) * (inputs.starts > 0)[:, None, None, None]
+    out, finals, exports = kda_prefill_reference(
+        *(jnp.asarray(x) for x in (*clean[:7], inputs.cu_seqlens, states, inputs.export_offsets))
+    )
+    expected_out, expected_finals, expected_exports = recurrence(inputs)
+    live = slice(*inputs.cu_seqlens[[0, -1]])
+    assert relative_error(np.asarray(out)[live], expected_out[live]) < 1e-12
+    assert relative_error(np.asarray(finals), expected_finals) < 1e-12
+    assert relative_error(np.asarray(exports)[0], expected_exports[0]) < 1e-12
+
+
+@pytest.mark.parametrize("tiles", TILINGS.values(), ids=TILINGS)
+def test_the_kernels_lower_for_hopper_and_write_the_pool_in_place(tiles):
+    shape = jax.ShapeDtypeStruct
+    heads, count, tokens = 2, 2, 192
+    rows, pool = shape((tokens, heads, 128), jnp.bfloat16), shape((2, 5, heads, 128, 128), jnp.float32)
+    per_sequence = shape((count,), jnp.int32)
+
+    def step(q, k, v, gate, beta, a_log, dt_bias, cu_seqlens, slots, pool, out):
+        plan = make_plan(cu_seqlens, slots, slots, slots * 0, slots, tokens)
+        pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
+        kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(1), pool_ref, out_ref, tiles=tiles)
+        return jax.freeze(pool_ref), jax.freeze(out_ref)
+
+    arrays = [rows] * 4 + [shape((tokens, heads), jnp.bfloat16), shape((heads,), jnp.float32)]
+    arrays += [shape((heads, 128), jnp.float32), shape((count + 1,), jnp.int32), per_sequence, pool, rows]
+    lowered = jax.jit(step, donate_argnums=(9, 10)).trace(*arrays).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("mosaic_gpu") >= (1 if tiles.is_fused else 2)
+    assert text.count("output_operand_alias") >= 2 or text.count("tf.aliasing_output") == 2
+
+
+def test_unsupported_shapes_are_refused_with_their_reason():
+    """D06: a gate without the bound never takes a kernel that needs one."""
+    good = {"num_tokens": 128, "key_width": 128, "value_width": 128, "dtype": jnp.bfloat16, "lower_bound": -5.0}
+    assert supported(**good) is None
+    for change, word in (
+        ({"lower_bound": None}, "lower bound is None"),
+        ({"key_width": 64}, "64 x 128"),
+        ({"dtype": jnp.float32}, "float32"),
+        ({"num_tokens": 100}, "multiple of 8"),
+        ({"num_tokens": 56}, "at least 64"),
+    ):
+        reason = supported(**(good | change))
+        assert reason is not None and word in reason
+
+
+def test_every_shape_has_tiles():
+    for heads in (1, 12, 96):
+        for sequences, tokens in ((1, 64), (16, 131072)):
+            assert isinstance(tiles_for(heads, sequences, tokens), PrefillTiles)
+
+
+@pytest.mark.parametrize(("field", "value"), [("warpgroups", 3), ("stages", 1)])
+def test_bad_tiles_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"{field}={value}"):
+        PrefillTiles(**{field: value})
+
+
+def test_a_case_names_the_field_of_the_wrong_length():
+    with pytest.raises(ValueError, match="starts"):
+        PrefillCase(name="bad", lengths=(1, 2), starts=(0,))
+
+
+def test_rounding_to_bfloat16_is_that_of_jax():
+    x = np.random.default_rng(4).standard_normal(1000, dtype=np.float32)
+    assert np.array_equal(kda_cases.round_to_bfloat16(x), np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32))
