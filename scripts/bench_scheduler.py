@@ -11,9 +11,13 @@ in which pages turn.
 from __future__ import annotations
 
 import argparse
+import pathlib
 import statistics
+import sys
 import time
 from collections import deque
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from serving.core.policy import SchedulerPolicy
 from serving.core.scheduler import Scheduler

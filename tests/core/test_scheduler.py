@@ -273,3 +273,22 @@ def test_releases_of_a_rejected_plan_come_with_the_next_one():
     scheduler.add(request("d", 5), seed=0)
     # a and b are still on the device, c never was; the executor checks both and that their rows are free again.
     assert sorted(_step(scheduler, executor).released) == [0, 1]
+
+
+def test_a_long_prompt_takes_the_whole_budget_while_nobody_behind_it_can_run():
+    """Those who wait for a row gain nothing from a share of the step."""
+    executor = FakeExecutor(limits(num_rows=1, num_slots=2, max_step_tokens=64, num_pages=65, max_model_len=512))
+    scheduler = Scheduler(executor.limits, policy=policy(8))
+    scheduler.add(request("long", 300), seed=0)
+    scheduler.add(request("short", 5), seed=1)
+    plan = _step(scheduler, executor)
+    assert [len(chunk.token_ids) for chunk in plan.chunks] == [64]
+
+
+def test_a_prompt_that_the_step_can_finish_is_finished_whoever_waits():
+    executor = FakeExecutor(limits(max_step_tokens=64, num_pages=65), chunk_grid=8)
+    scheduler = Scheduler(executor.limits, policy=policy(8, prefix_cache=False))
+    scheduler.add(request("first", 60), seed=0)
+    scheduler.add(request("second", 60), seed=1)
+    plan = _step(scheduler, executor)
+    assert [(len(chunk.token_ids), chunk.is_last) for chunk in plan.chunks] == [(60, True)]
