@@ -240,9 +240,9 @@ def verify_kernel(
             turn_tokens = [warpgroup + turn * WARPGROUPS for turn in range(turns)]
             gates = [channels.raw(packed.at[token_at(t), 3, lanes]) for t in turn_tokens]
             scale = plgpu.layout_cast(channels.load(out_norm.at[stacked]), channels.CHANNELS)
+            strengths = [channels.sigmoid(beta[token_at(t), head].astype(jnp.float32)) for t in range(tokens)]
             pl.when(warpgroup < 3)(convolve_part)
             pl.when(warpgroup == 3)(accumulate_decays)
-            strengths = [channels.sigmoid(beta[token_at(t), head].astype(jnp.float32)) for t in range(tokens)]
             together(memory.prepared)
             keys, queries = decay_vectors()
             together(memory.decayed)

@@ -37,6 +37,4 @@ def run_case(case: DecodeCase, tiles: kda_decode.DecodeTiles | None = None) -> D
     pools = jnp.asarray(inputs.state_pool), jnp.asarray(inputs.conv_pool)
     results = run(jnp.asarray(inputs.indices), jnp.asarray(inputs.slots), token, params, *pools)
     out, state_pool, conv_pool = (np.asarray(x) for x in results)
-    return judge(
-        inputs, out, state_pool, conv_pool, eps=config.rms_norm_eps, lower_bound=config.gate_lower_bound
-    )
+    return judge(inputs, out, state_pool, conv_pool, eps=config.rms_norm_eps, lower_bound=config.gate_lower_bound)
