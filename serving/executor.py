@@ -19,11 +19,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from k3jax.cache import Pools, Rows
+from k3jax.page_tables import CachedPages
 from k3jax.pallas.dispatch import Choice
 from k3jax.program_cache import load_or_compile
 from k3jax.programs import REPLICATED, StepProgram
 from k3jax.step import StepExtras, StepOutputs
 from k3jax.step_inputs import StepShape, pack
+from k3jax.token_counts import CachedTokens
 from serving import executor_plan
 from serving.core.seam import DeviceFailure, StepRejected
 from serving.core.types import (
@@ -96,12 +98,16 @@ class CompileWatch:
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
     plan: StepPlan
-    outputs: StepOutputs
+    outputs: concurrent.futures.Future[StepOutputs]
     num_logprobs: Mapping[int, int]  # by row; kept here since a row may have another request when this is read
 
 
 class DeviceExecutor:
-    """Implements `serving.core.seam.Executor` on the devices of a mesh."""
+    """Implements `serving.core.seam.Executor` on the devices of a mesh.
+
+    One thread dispatches everything that touches pools and rows, in order: a program whose loops end at counts held on
+    the device keeps the thread that dispatches it, and the engine is to plan the next step meanwhile.
+    """
 
     def __init__(
         self,
@@ -136,10 +142,11 @@ class DeviceExecutor:
         }
         self._fresh_state = self._compile_fresh_state()
         self._pools, self._rows = self._fresh_state()
+        self._dispatcher = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
         with self._watch.counting():
             self._count_cached = program.count_cached()
             self._put_cached_pages = program.put_cached_pages()
-            self._transfers = DeviceTransfers(program, store) if store is not None else None
+            self._transfers = DeviceTransfers(program, store, self._on_device) if store is not None else None
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._num_logprobs: dict[int, int] = {}
         self._is_closed = False
@@ -174,15 +181,35 @@ class DeviceExecutor:
                 self._num_logprobs.pop(admission.row, None)
             else:
                 self._num_logprobs[admission.row] = admission.sampling.logprobs
-        try:
+        pieces = list(executor_plan.cached_pieces(plan))
+        outputs = self._dispatcher.submit(self._execute, shape, packed, extras, page_pieces, pieces)
+        self._in_flight.append(_InFlight(plan, outputs, dict(self._num_logprobs)))
+
+    def _execute(
+        self,
+        shape: StepShape,
+        packed: jax.Array,
+        extras: StepExtras,
+        page_pieces: list[CachedPages],
+        pieces: list[CachedTokens],
+    ) -> StepOutputs:
+        """On the dispatch thread."""
+        with self._watch.counting():
             for piece in page_pieces:
                 self._rows = self._put_cached_pages(self._rows, jax.device_put(piece, self._replicated))
-            for piece in executor_plan.cached_pieces(plan):
+            for piece in pieces:
                 self._rows = self._count_cached(self._rows, jax.device_put(piece, self._replicated))
-            outputs = self._dispatch(shape, packed, extras)
-        except jax.errors.JaxRuntimeError as error:
-            raise DeviceFailure(f"step {plan.step} failed: {error}") from error
-        self._in_flight.append(_InFlight(plan, outputs, dict(self._num_logprobs)))
+            return self._dispatch(shape, packed, extras)
+
+    def _on_device(self, job: Callable[[Pools], tuple[Pools, Any]]) -> concurrent.futures.Future:
+        """Run `job` on the pools as all steps submitted so far leave them."""
+
+        def run() -> Any:
+            with self._watch.counting():
+                self._pools, value = job(self._pools)
+            return value
+
+        return self._dispatcher.submit(run)
 
     def _dispatch(self, shape: StepShape, packed: jax.Array, extras: StepExtras) -> StepOutputs:
         self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
@@ -193,7 +220,7 @@ class DeviceExecutor:
         step = self._in_flight.popleft()
         try:
             with self._watch.counting():
-                outputs = jax.device_get(step.outputs)
+                outputs = jax.device_get(step.outputs.result())
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
         return _result(step.plan, outputs, step.num_logprobs)
@@ -201,15 +228,11 @@ class DeviceExecutor:
     def transfer(self, transfer: Transfer) -> None:
         """Start a copy to or from the state store; never waits."""
         with self._watch.counting():
-            self._require_store().start(transfer, self._pools)
+            self._require_store().start(transfer)
 
     def finished_transfers(self, wait_s: float = 0.0) -> tuple[TransferResult, ...]:
         """Transfers that ended since the last call."""
-        if self._transfers is None:
-            return ()
-        with self._watch.counting():
-            self._pools, results = self._transfers.finish(self._pools, wait_s)
-        return results
+        return () if self._transfers is None else self._transfers.finish(wait_s)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop entries of the state store."""
@@ -222,6 +245,7 @@ class DeviceExecutor:
 
     def reset(self) -> None:
         """Rebuild empty pools and rows; anything in flight is forgotten."""
+        self._wait_for_dispatch()
         self._in_flight.clear()
         if self._transfers is not None:
             self._transfers.reset()
@@ -250,12 +274,17 @@ class DeviceExecutor:
             "kernels": {choice.op: f"{choice.backend}: {choice.reason}" for choice in self._kernels},
         }
 
+    def _wait_for_dispatch(self) -> None:
+        self._dispatcher.submit(lambda: None).result()
+
     def page(self, page: int) -> np.ndarray:
         """Copy of a page [MLA layers, 64, latent], for checks."""
+        self._wait_for_dispatch()
         return np.array(self._pools.mla[:, page])
 
     def slot(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Copy of a slot's state and conv tail, for checks."""
+        self._wait_for_dispatch()
         return np.array(self._pools.kda[:, slot]), np.array(self._pools.conv[:, slot])
 
     def close(self) -> None:
@@ -263,6 +292,7 @@ class DeviceExecutor:
         if self._is_closed:
             return
         self._is_closed = True
+        self._dispatcher.shutdown()
         self._watch.stop()
         self._in_flight.clear()
         for array in jax.tree.leaves((self._pools, self._rows, self._params, self._neutral)):

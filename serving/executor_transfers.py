@@ -3,15 +3,18 @@
 A store takes its entries out of the pools in a program queued behind the steps submitted so far, then copies them to
 pinned host memory; a load copies them to the device first and writes them into the pools once they have arrived, so no
 step ever waits for the host. One value of the store is one page or slot with the parts of all ranks.
+
+Whatever touches the pools runs on the executor's dispatch thread, in the order of the calls made here.
 """
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -28,24 +31,29 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.0005
 
 
+OnDevice = Callable[[Callable[[Pools], tuple[Pools, Any]]], concurrent.futures.Future]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Moving:
-    """A transfer whose copies were started: on the host for a store, on the device for a load."""
+    """A transfer whose copies were started: `values`, one per entry, on the host for a store, on the device for a
+    load."""
 
     transfer: Transfer
-    values: tuple[Any, ...]  # one per entry
+    values: concurrent.futures.Future[tuple[Any, ...]]
 
     @property
     def has_arrived(self) -> bool:
-        return all(array.is_ready() for array in jax.tree.leaves(self.values))
+        return self.values.done() and all(array.is_ready() for array in jax.tree.leaves(self.values.result()))
 
 
 class DeviceTransfers:
-    """Runs the transfers of one executor. Pools are handed in and returned by every call that may change them."""
+    """Runs the transfers of one executor. `on_device` queues a function of the pools behind all steps so far."""
 
-    def __init__(self, program: StepProgram, store: StateStore) -> None:
+    def __init__(self, program: StepProgram, store: StateStore, on_device: OnDevice) -> None:
         self._moves = compile_moves(program)
         self._store = store
+        self._on_device = on_device
         self._replicated = NamedSharding(program.mesh, REPLICATED)
         kinds = {memory.kind for memory in program.mesh.devices.flat[0].addressable_memories()}
         self._host_kind = "pinned_host" if "pinned_host" in kinds else None
@@ -55,27 +63,30 @@ class DeviceTransfers:
             np.zeros(self._moves.page.shape, self._moves.page.dtype), self._moves.page.sharding
         )
 
-    def start(self, transfer: Transfer, pools: Pools) -> None:
+    def start(self, transfer: Transfer) -> None:
         """Queue the copies of `transfer`; never waits."""
         if transfer.kind is TransferKind.STORE:
-            values = tuple(jax.device_put(value, self._host_shardings(value)) for value in self._read(transfer, pools))
+            values = self._on_device(lambda pools: (pools, self._copy_out(transfer, pools)))
         else:
             found = [self._store.get(entry.key) for entry in transfer.entries]
             if any(value is None for value in found):
                 self._failed.append(TransferResult(transfer_id=transfer.transfer_id, is_ok=False))
                 return
-            values = tuple(
-                jax.device_put(value, self._device_shardings(entry))
-                for entry, value in zip(transfer.entries, found, strict=True)
+            values = concurrent.futures.Future()
+            values.set_result(
+                tuple(
+                    jax.device_put(value, self._device_shardings(entry))
+                    for entry, value in zip(transfer.entries, found, strict=True)
+                )
             )
         self._moving.append(_Moving(transfer=transfer, values=values))
 
-    def finish(self, pools: Pools, wait_s: float) -> tuple[Pools, tuple[TransferResult, ...]]:
-        """Complete what has arrived: loads are written to the pools, stores handed to the store."""
+    def finish(self, wait_s: float) -> tuple[TransferResult, ...]:
+        """Complete what has arrived: loads are queued to be written to the pools, stores handed to the store."""
         until = time.monotonic() + wait_s
         while not self._failed and self._moving and not any(m.has_arrived for m in self._moving):
             if time.monotonic() >= until:
-                return pools, ()
+                return ()
             time.sleep(_POLL_S)
         results, self._failed = self._failed, []
         waiting: collections.deque[_Moving] = collections.deque()
@@ -83,13 +94,14 @@ class DeviceTransfers:
             if not moving.has_arrived:
                 waiting.append(moving)
                 continue
+            is_ok = True
             if moving.transfer.kind is TransferKind.LOAD:
-                pools, is_ok = self._write(moving, pools), True
+                self._on_device(lambda pools, moving=moving: (self._write(moving, pools), None))
             else:
                 is_ok = self._keep(moving)
             results.append(TransferResult(transfer_id=moving.transfer.transfer_id, is_ok=is_ok))
         self._moving = waiting
-        return pools, tuple(results)
+        return tuple(results)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Drop entries of the store."""
@@ -100,8 +112,8 @@ class DeviceTransfers:
         self._moving.clear()
         self._failed.clear()
 
-    def _read(self, transfer: Transfer, pools: Pools) -> list[Any]:
-        """Device copies of the entries, in their order."""
+    def _copy_out(self, transfer: Transfer, pools: Pools) -> tuple[Any, ...]:
+        """The entries on their way to the host, in their order."""
         values: dict[TransferEntry, Any] = {}
         for batch in _batches(transfer.entries):
             ids = np.zeros(PAGES_PER_MOVE, np.int32)
@@ -111,10 +123,10 @@ class DeviceTransfers:
         for entry in transfer.entries:
             if entry.kind is EntryKind.SLOT:
                 values[entry] = self._moves.read_slot(pools.kda, pools.conv, self._id(entry))
-        return [values[entry] for entry in transfer.entries]
+        return tuple(jax.device_put(values[entry], self._host_shardings(values[entry])) for entry in transfer.entries)
 
     def _write(self, moving: _Moving, pools: Pools) -> Pools:
-        arrived = dict(zip(moving.transfer.entries, moving.values, strict=True))
+        arrived = dict(zip(moving.transfer.entries, moving.values.result(), strict=True))
         for batch in _batches(moving.transfer.entries):
             ids = np.zeros(PAGES_PER_MOVE, np.int32)
             ids[: len(batch)] = [entry.device_id for entry in batch]
@@ -131,7 +143,7 @@ class DeviceTransfers:
     def _keep(self, moving: _Moving) -> bool:
         """All entries or none: a part of a state is of no use."""
         kept = []
-        for entry, value in zip(moving.transfer.entries, moving.values, strict=True):
+        for entry, value in zip(moving.transfer.entries, moving.values.result(), strict=True):
             is_new = not self._store.contains(entry.key)
             if not self._store.put(entry.key, value, sum(array.nbytes for array in jax.tree.leaves(value))):
                 logger.warning("the host tier has no room for transfer %d; it is dropped", moving.transfer.transfer_id)

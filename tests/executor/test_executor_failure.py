@@ -74,6 +74,7 @@ def test_a_reset_frees_the_old_pools_before_it_makes_new_ones(executor, monkeypa
     old = executor._pools
     with pytest.raises(DeviceFailure, match="step 0 failed: INTERNAL: injected"):
         executor.submit(StepPlan(step=0))
+        executor.collect()
     executor.reset()
     assert all(array.is_deleted() for array in old)
     assert not any(array.is_deleted() for array in executor._pools)
@@ -90,8 +91,9 @@ def test_nan_in_a_page_ends_its_request_only_and_the_page_can_be_used_again(exec
             if plan.step == 5:
                 (page,) = {p.page for old in self.plans for p in old.pages if p.row == plan.decode_rows[1]}
                 with in_float64():
-                    pools = self.executor._pools
-                    self.executor._pools = pools._replace(mla=pools.mla.at[:, page].set(jnp.nan))
+                    self.executor._on_device(
+                        lambda pools: (pools._replace(mla=pools.mla.at[:, page].set(jnp.nan)), None)
+                    ).result()
             super().submit(plan)
 
     result = run(Poisoned(executor, num_rows=3), requests)
