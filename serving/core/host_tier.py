@@ -8,24 +8,33 @@ entry saves, per byte.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from serving.core.eviction import EvictionOrder
+from serving.core.eviction import EvictionOrder, value
 from serving.core.hashing import store_key
 from serving.core.types import EntryKind, ExecutorLimits
 
-Named = tuple[EntryKind, bytes, int]  # kind, digest of the sequence, tokens that it saves
+
+class Wanted(NamedTuple):
+    """An entry to be stored: what it is, the digest of its sequence, and what it is worth."""
+
+    kind: EntryKind
+    digest: bytes
+    num_saved: int
+    num_reuses: int = 0
 
 
 class HostEntry:
     """One page or state in the store, or on its way there."""
 
-    __slots__ = ("digest", "is_forgotten", "key", "kind", "num_bytes", "num_saved", "pins", "ticket")
+    __slots__ = ("digest", "is_forgotten", "key", "kind", "num_bytes", "num_reuses", "num_saved", "pins", "ticket")
 
-    def __init__(self, kind: EntryKind, digest: bytes, num_saved: int, num_bytes: int) -> None:
-        self.kind = kind
-        self.digest = digest
-        self.key = store_key(digest, kind)
-        self.num_saved = num_saved
+    def __init__(self, wanted: Wanted, num_bytes: int) -> None:
+        self.kind = wanted.kind
+        self.digest = wanted.digest
+        self.key = store_key(wanted.digest, wanted.kind)
+        self.num_saved = wanted.num_saved
+        self.num_reuses = wanted.num_reuses
         self.num_bytes = num_bytes
         self.pins = 0  # loads that read it
         self.ticket = 0
@@ -57,9 +66,9 @@ class HostTier:
         """Whether the entry is stored or on its way."""
         return digest in self._stored[kind] or digest in self._coming[kind]
 
-    def reserve(self, wanted: Sequence[Named]) -> list[HostEntry] | None:
+    def reserve(self, wanted: Sequence[Wanted]) -> list[HostEntry] | None:
         """Make room for new entries, at the cost of the least valuable ones; None when there is not enough."""
-        entries = [HostEntry(kind, digest, saved, self._bytes[kind]) for kind, digest, saved in wanted]
+        entries = [HostEntry(entry, self._bytes[entry.kind]) for entry in wanted]
         needed = sum(entry.num_bytes for entry in entries)
         if needed > self.capacity:
             return None
@@ -93,9 +102,10 @@ class HostTier:
             entry.pins += 1
 
     def unpin(self, entries: Sequence[HostEntry]) -> None:
-        """End a load: its entries are worth as much as new ones."""
+        """End a load: its entries were reused."""
         for entry in reversed(entries):
             entry.pins -= 1
+            entry.num_reuses += 1
             if not entry.is_forgotten:
                 self._enter(entry)
 
@@ -144,7 +154,7 @@ class HostTier:
             raise AssertionError(f"{num_pins} pins in the host tier and {num_reading} loads that read")
 
     def _enter(self, entry: HostEntry) -> None:
-        entry.ticket = self._order.enter(entry, entry.num_saved / entry.num_bytes)
+        entry.ticket = self._order.enter(entry, value(entry.num_saved, entry.num_reuses, entry.num_bytes))
 
 
 def _is_evictable(entry: HostEntry, ticket: int) -> bool:

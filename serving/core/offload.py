@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 
-from serving.core.host_tier import Named
+from serving.core.host_tier import Wanted
 from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest, Parked
 from serving.core.state import SchedulerState
@@ -18,6 +18,7 @@ from serving.core.types import EntryKind
 
 _MAX_MOVING = 16  # transfers under way, above which nothing more is written back
 _MAX_LOOKED_AT = 64  # prefixes per step
+_COMES_BACK = 16  # reuses that a parked request counts for: unlike a prefix, it is sure to be wanted
 
 
 def park_digest(digest: bytes, page: int) -> bytes:
@@ -60,16 +61,16 @@ def park(state: SchedulerState, request: LiveRequest) -> bool:
     digest = hashlib.blake2b(
         request.root.digest + f"{state.nonce}/{request.arrival}/{request.num_admissions}".encode(), digest_size=32
     ).digest()
-    wanted: list[Named] = []
+    wanted: list[Wanted] = []
     sources: list[Source] = []
     for node in shared:
         if not node.is_dropped and not host.has(EntryKind.PAGE, node.digest):
-            wanted.append((EntryKind.PAGE, node.digest, size))
+            wanted.append(Wanted(EntryKind.PAGE, node.digest, size, node.num_reuses))
             sources.append(Source(kind=EntryKind.PAGE, device_id=node.page, node=node))
     for page in private:
-        wanted.append((EntryKind.PAGE, park_digest(digest, page), size))
+        wanted.append(Wanted(EntryKind.PAGE, park_digest(digest, page), size, _COMES_BACK))
         sources.append(Source(kind=EntryKind.PAGE, device_id=request.pages[page], node=None))
-    wanted.append((EntryKind.SLOT, digest, position))
+    wanted.append(Wanted(EntryKind.SLOT, digest, position, _COMES_BACK))
     sources.append(Source(kind=EntryKind.SLOT, device_id=request.slot, node=None))
     entries = host.reserve(wanted)
     if entries is None:
@@ -102,14 +103,14 @@ def _store_prefix(state: SchedulerState, leaf: PrefixNode) -> None:
         node = node.parent
     if node.parent is None or leaf.is_dropped:
         return
-    wanted: list[Named] = []
+    wanted: list[Wanted] = []
     sources: list[Source] = []
     for page in node.chain():
         if not host.has(EntryKind.PAGE, page.digest):
-            wanted.append((EntryKind.PAGE, page.digest, state.limits.page_size))
+            wanted.append(Wanted(EntryKind.PAGE, page.digest, state.limits.page_size, node.num_reuses))
             sources.append(Source(kind=EntryKind.PAGE, device_id=page.page, node=page))
     if not host.has(EntryKind.SLOT, node.digest) and not node.is_checkpoint_pinned:
-        wanted.append((EntryKind.SLOT, node.digest, node.saved))
+        wanted.append(Wanted(EntryKind.SLOT, node.digest, node.saved, node.num_reuses))
         sources.append(Source(kind=EntryKind.SLOT, device_id=node.checkpoint, node=node))
     entries = host.reserve(wanted) if wanted else None
     if entries is not None:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from serving.core.hashing import page_digest, root_digest, store_key
-from serving.core.host_tier import HostTier
+from serving.core.host_tier import HostTier, Wanted
 from serving.core.types import EntryKind
 from tests.core.driver import limits
 
@@ -25,7 +25,7 @@ def _store(tier, *wanted):
 
 def test_an_entry_is_found_once_its_store_has_ended_and_not_before():
     tier = _tier()
-    entries = tier.reserve([(PAGE, b"a", 8)])
+    entries = tier.reserve([Wanted(PAGE, b"a", 8)])
     assert tier.find(PAGE, b"a") is None
     assert tier.has(PAGE, b"a")  # on its way: nobody need store it again
     tier.settle(entries, is_ok=True)
@@ -35,7 +35,7 @@ def test_an_entry_is_found_once_its_store_has_ended_and_not_before():
 
 def test_a_store_that_failed_leaves_nothing_and_its_keys_are_forgotten():
     tier = _tier()
-    entries = tier.reserve([(PAGE, b"a", 8), (SLOT, b"a", 8)])
+    entries = tier.reserve([Wanted(PAGE, b"a", 8), Wanted(SLOT, b"a", 8)])
     tier.settle(entries, is_ok=False)
     assert tier.num_bytes == 0
     assert not tier.has(PAGE, b"a")
@@ -44,10 +44,10 @@ def test_a_store_that_failed_leaves_nothing_and_its_keys_are_forgotten():
 
 def test_a_full_tier_forgets_what_saves_least_per_byte_and_never_exceeds_its_size():
     tier = _tier()
-    _store(tier, (SLOT, b"dear", 3000), (PAGE, b"dear", 100))
-    _store(tier, *[(PAGE, bytes([number]), 1 + number) for number in range(6)])
+    _store(tier, Wanted(SLOT, b"dear", 3000), Wanted(PAGE, b"dear", 100))
+    _store(tier, *[Wanted(PAGE, bytes([number]), 1 + number) for number in range(6)])
     assert tier.num_bytes == 100
-    _store(tier, (PAGE, b"new", 50))
+    _store(tier, Wanted(PAGE, b"new", 50))
     assert tier.num_bytes == 100
     assert tier.take_forgotten() == (store_key(b"\0", PAGE),)
     assert tier.take_forgotten() == ()
@@ -56,31 +56,31 @@ def test_a_full_tier_forgets_what_saves_least_per_byte_and_never_exceeds_its_siz
 
 def test_the_end_of_a_sequence_is_forgotten_before_its_front():
     tier = _tier()
-    _store(tier, *[(PAGE, bytes([number]), 8) for number in range(10)])
-    assert tier.reserve([(PAGE, b"new", 8)]) is not None
+    _store(tier, *[Wanted(PAGE, bytes([number]), 8) for number in range(10)])
+    assert tier.reserve([Wanted(PAGE, b"new", 8)]) is not None
     assert tier.take_forgotten() == (store_key(b"\x09", PAGE),)
 
 
 def test_what_a_load_reads_is_not_forgotten_for_room():
     tier = _tier(30)
-    (entry,) = _store(tier, (SLOT, b"a", 8))
+    (entry,) = _store(tier, Wanted(SLOT, b"a", 8))
     tier.pin([entry])
-    assert tier.reserve([(PAGE, b"b", 1000)]) is None
+    assert tier.reserve([Wanted(PAGE, b"b", 1000)]) is None
     tier.unpin([entry])
-    assert tier.reserve([(PAGE, b"b", 1000)]) is not None
+    assert tier.reserve([Wanted(PAGE, b"b", 1000)]) is not None
     assert tier.find(SLOT, b"a") is None
 
 
 def test_more_than_the_tier_holds_is_refused_and_nothing_is_forgotten_for_it():
     tier = _tier(30)
-    _store(tier, (SLOT, b"a", 8))
-    assert tier.reserve([(SLOT, b"b", 8), (PAGE, b"b", 8)]) is None
+    _store(tier, Wanted(SLOT, b"a", 8))
+    assert tier.reserve([Wanted(SLOT, b"b", 8), Wanted(PAGE, b"b", 8)]) is None
     assert tier.find(SLOT, b"a") is not None
 
 
 def test_an_entry_distrusted_on_its_way_is_forgotten_when_it_arrives():
     tier = _tier()
-    entries = tier.reserve([(PAGE, b"a", 8)])
+    entries = tier.reserve([Wanted(PAGE, b"a", 8)])
     tier.distrust([b"a"])
     tier.settle(entries, is_ok=True)
     assert tier.find(PAGE, b"a") is None
@@ -90,15 +90,15 @@ def test_an_entry_distrusted_on_its_way_is_forgotten_when_it_arrives():
 
 def test_a_key_that_is_stored_again_is_not_forgotten_behind_its_back():
     tier = _tier()
-    _store(tier, (PAGE, b"a", 8))
+    _store(tier, Wanted(PAGE, b"a", 8))
     tier.reset()
-    _store(tier, (PAGE, b"a", 8))
+    _store(tier, Wanted(PAGE, b"a", 8))
     assert tier.take_forgotten() == ()
 
 
 def test_the_check_finds_bytes_that_do_not_add_up():
     tier = _tier()
-    _store(tier, (PAGE, b"a", 8))
+    _store(tier, Wanted(PAGE, b"a", 8))
     tier.check([], [])
     tier.num_bytes += 1
     with pytest.raises(AssertionError, match="the host tier holds 10 bytes"):
