@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from k3jax.conversion.experts import NAN_SCALE, InvalidValuesError
 from k3jax.conversion.recipes import Output, Recipe
 
 SLICE_BYTES = 16 * 2**20
-SYNC_BYTES = 128 * 2**20  # written bytes that may wait for the disk before a thread waits with them
+SYNC_BYTES = 128 * 2**20  # of a batch
 SYNC_FILES = 64
 
 
@@ -34,7 +34,6 @@ class OutputFile:
 
     def __init__(self, path: Path, num_bytes: int):
         self._descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
-        self._unsynced = 0
         if num_bytes and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._descriptor, 0, num_bytes)  # a full disk shows now; the file stays in one piece
         elif num_bytes:
@@ -45,10 +44,6 @@ class OutputFile:
         while view:
             done = os.pwrite(self._descriptor, view, offset)
             view, offset = view[done:], offset + done
-            self._unsynced += done
-        if self._unsynced >= SYNC_BYTES:
-            self._unsynced = 0  # threads may lose a count to each other: it only paces the disk
-            self.sync()
 
     def sync(self) -> None:
         os.fsync(self._descriptor)
@@ -57,34 +52,54 @@ class OutputFile:
         os.close(self._descriptor)
 
 
-class _Unsynced:
-    """Closed files whose bytes may not be on the disk. A few are forced out together: alone, each new file would cost
-    the file system a commit of its own."""
+class Syncer:
+    """Forces written bytes to the disk behind the backs of those who write, who wait once it is two batches behind.
+
+    Left to itself the system would collect gigabytes first. Several files go together, because alone each new file
+    would cost the file system a commit of its own.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._files: list[OutputFile] = []
+        self._files: dict[OutputFile, bool] = {}  # whether nobody writes it any more
         self._bytes = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._running: list[Future[None]] = []
 
-    def add(self, file: OutputFile, num_bytes: int) -> None:
+    def wrote(self, file: OutputFile, num_bytes: int, *, is_last: bool) -> None:
+        """Note bytes of a file. It is closed once it is on the disk, if these were its last."""
         with self._lock:
-            self._files.append(file)
+            self._files[file] = is_last
             self._bytes += num_bytes
             if self._bytes < SYNC_BYTES and len(self._files) < SYNC_FILES:
                 return
-            files, self._files, self._bytes = self._files, [], 0
-        _sync_and_close(files)
+            before = self._start()
+        for batch in before[:-1]:
+            batch.result()
 
     def flush(self) -> None:
+        """Return when everything noted so far is on the disk."""
         with self._lock:
-            files, self._files, self._bytes = self._files, [], 0
-        _sync_and_close(files)
+            batches = self._start()
+        for batch in batches:
+            batch.result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _start(self) -> list[Future[None]]:
+        """Begin a batch of all files noted; it and those before it that are not done."""
+        files, self._files, self._bytes = self._files, {}, 0
+        self._running = [batch for batch in self._running if not batch.done() or batch.exception()]
+        self._running.append(self._pool.submit(_sync_files, files))
+        return list(self._running)
 
 
-def _sync_and_close(files: list[OutputFile]) -> None:
+def _sync_files(files: Mapping[OutputFile, bool]) -> None:
     in_parallel(OutputFile.sync, files)
-    for file in files:
-        file.close()
+    for file, is_last in files.items():
+        if is_last:
+            file.close()
 
 
 def in_parallel[T](act: Callable[[T], None], items: Iterable[T]) -> None:
@@ -108,8 +123,8 @@ class Extent:
 class Sink:
     """Writes one tensor's bytes in order into its extents."""
 
-    def __init__(self, extents: Iterable[Extent], unsynced: _Unsynced):
-        self._extents, self._unsynced = iter(extents), unsynced
+    def __init__(self, extents: Iterable[Extent], syncer: Syncer):
+        self._extents, self._syncer = iter(extents), syncer
         self._extent: Extent | None = None
         self._file: OutputFile | None = None
         self._written = 0
@@ -124,10 +139,10 @@ class Sink:
             file.write(part, extent.offset + self._written)
             self._written += len(part)
             data = data[len(part) :]
-            if self._written == extent.num_bytes:
-                if extent.shared is None:
-                    self._unsynced.add(file, extent.num_bytes)
+            is_through = self._written == extent.num_bytes
+            if is_through:
                 self._extent = self._file = None
+            self._syncer.wrote(file, len(part), is_last=is_through and extent.shared is None)
 
     def _open_next(self) -> None:
         extent = next(self._extents)
@@ -136,7 +151,9 @@ class Sink:
         self._file = extent.shared or OutputFile(Path(extent.path or ""), extent.file_bytes)
 
     def abandon(self) -> None:
+        """Close a file that was not finished."""
         if self._file is not None and self._extent is not None and self._extent.shared is None:
+            self._syncer.flush()  # it may be at this very file
             self._file.close()
 
     @property
@@ -184,7 +201,7 @@ class Stream:
         self._stop, self._on_bytes = stop or threading.Event(), on_bytes
         self._failed = threading.Event()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
-        self._unsynced = _Unsynced()
+        self._syncer = Syncer()
         self._local = threading.local()
         self._lock = threading.Lock()
 
@@ -194,6 +211,7 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         self._failed.set()
         self._pool.shutdown(cancel_futures=True)
+        self._syncer.close()
 
     def run(self, recipes: Iterable[Recipe], extents: Callable[[Output], Iterable[Extent]] | None) -> dict[str, str]:
         """SHA-256 of every output, which is on the disk in `extents(output)`, or nowhere when that is None.
@@ -206,14 +224,14 @@ class Stream:
             self._failed.set()  # the others end at their next slice
             wait([future for future in futures if not future.cancel()])
             self._failed.clear()
-        self._unsynced.flush()
+        self._syncer.flush()
         errors = [e for future in futures if not future.cancelled() and (e := future.exception())]
         if errors:
             raise next((e for e in errors if not isinstance(e, InterruptedConversion)), errors[0])
         return {name: digest for future in futures for name, digest in future.result().items()}
 
     def _one(self, recipe: Recipe, extents: Callable[[Output], Iterable[Extent]] | None) -> dict[str, str]:
-        sinks = {output: Sink(extents(output), self._unsynced) for output in recipe.outputs} if extents else {}
+        sinks = {output: Sink(extents(output), self._syncer) for output in recipe.outputs} if extents else {}
         try:
             found = self._copy(recipe, sinks) if recipe.convert is None else self._convert(recipe, sinks)
             assert self.faults or all(sink.is_full for sink in sinks.values()), recipe
@@ -284,6 +302,8 @@ class Stream:
                     if self._stop.is_set() or self._failed.is_set():
                         raise InterruptedConversion
                     data = buffer[: min(len(buffer), end - offset)]
+                    # The disk reads on while this slice is hashed and written.
+                    _advise(descriptor, offset + len(data), len(buffer), "POSIX_FADV_WILLNEED")
                     done = os.preadv(descriptor, [data], offset)
                     if not done:
                         raise OSError(f"{path} ends at byte {offset}, inside {name}: it was cut off meanwhile")
