@@ -66,19 +66,19 @@ def test_decodes_and_a_short_prompt_keep_moving_through_a_long_prefill(overlap):
 
 
 @pytest.mark.parametrize("num_short", [1, 5, 60])
-def test_a_long_prompt_is_passed_only_until_it_has_run_1_15_times_its_own_chunks(num_short):
-    """The bound holds however many short prompts keep arriving."""
-    drive = Drive(
-        limits(max_step_tokens=64, num_pages=600, num_slots=9, max_model_len=3000), policy(8, checkpoint="off")
-    )
-    drive.add(same_prefix("long", prompt(20 * 64, 3), max_tokens=1))
+@pytest.mark.parametrize("length", [64, 160, 320])
+def test_a_long_prompt_is_passed_only_until_it_has_run_1_15_times_its_own_chunks(length, num_short):
+    """D19: the bound holds however many short prompts arrive. A step has 16 tokens, 8 of them while it is passed."""
+    drive = Drive(limits(num_pages=600, num_slots=9, max_model_len=3000), policy(8, checkpoint="off"))
+    drive.add(same_prefix("long", prompt(length, 3), max_tokens=1))
     num_steps = 0
     while "long" not in drive.ledger.last:
         if num_steps < num_short:
-            drive.add(request(f"s{num_steps}", 20, 1))
+            drive.add(request(f"s{num_steps}", 8, 1))
         drive.step()
         num_steps += 1
-    assert num_steps <= 23
+    num_passed = int(1.15 * length / 16)
+    assert num_steps <= num_passed + -(-(length - 8 * num_passed) // 16)
     drive.run()
 
 

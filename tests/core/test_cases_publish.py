@@ -184,3 +184,17 @@ def test_a_last_chunk_of_one_token_is_a_prefill_and_hits_start_it():
     assert drive.cached_tokens["b"] == 2 * BLOCK
     last = next(plan for plan in reversed(drive.plans) if plan.chunks)
     assert [(chunk.start, len(chunk.token_ids), chunk.is_last) for chunk in last.chunks] == [(2 * BLOCK, 1, True)]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_last_token_of_an_answer_was_said_and_never_written(overlap):
+    """Catalogue item 17: whatever the answer's length, its last token is not behind a boundary that others find."""
+    for max_tokens in range(1, BLOCK + 2):
+        drive = _drive(overlap=overlap)
+        drive.run_alone(same_prefix("a", LONG[:40], max_tokens=max_tokens))
+        text = LONG[:40] + tuple(drive.ledger.tokens["a"])
+        for name in "bcd":
+            drive.run_alone(same_prefix(name, text, prompt(3, ord(name))))
+        num_written = len(text) - 1
+        assert drive.cached_tokens["b"] == num_written // BLOCK * BLOCK
+        assert drive.cached_tokens["d"] == len(text) // BLOCK * BLOCK
