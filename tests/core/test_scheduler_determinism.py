@@ -1,6 +1,7 @@
 """The same events give the same plans and transfers, so that a plan can be made again on another host."""
 
 import random
+from typing import Literal
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.core.drive import Drive
 from tests.core.driver import limits, policy, prompt, same_prefix
 
 BLOCK = 16
+_FAULTS: tuple[Literal["nan", "rejected", "collect"], ...] = ("nan", "nan", "rejected", "collect")
 
 
 def _record(seed):
@@ -27,7 +29,7 @@ def _record(seed):
         elif event < 0.34 and drive.requests:
             drive.abort(rng.choice(list(drive.requests)))
         elif event < 0.38:
-            kind = rng.choice(["nan", "nan", "rejected", "collect"])
+            kind = rng.choice(_FAULTS)
             drive.executor.inject(Fault(step=drive.scheduler.num_steps, kind=kind, rows=(rng.randint(0, 3),)))
         drive.step()
     drive.settle()
@@ -36,7 +38,7 @@ def _record(seed):
     return drive.plans, moved
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_same_events_give_the_same_plans_and_transfers(seed):
     plans, transfers = _record(seed)
     again, transfers_again = _record(seed)
