@@ -28,7 +28,6 @@ from k3jax.cache import Pools
 from k3jax.config import K3Config
 from k3jax.pallas import kda_channels as channels
 from k3jax.pallas.kda_channels import HEAD_DIM, TAPS
-from k3jax.pallas.kda_decode import StackedParams
 from k3jax.pallas.kda_verify import MAX_TOKENS, supported
 from k3jax.replay import Committed, Records
 
@@ -55,10 +54,18 @@ DEFAULT_TILES = CommitTiles(lanes_per_row=16, rows_per_step=32)
 
 
 def kda_commit_reference(
-    params: StackedParams, records: Records, pools: Pools, chosen: Committed, config: K3Config
-) -> Pools:
-    """`replay.commit` on the stacked arguments, for any float dtype."""
-    return replay.commit({"a_log": params.a_log, "dt_bias": params.dt_bias}, records, pools, chosen, config)
+    a_log: Float[Array, "L H"],
+    dt_bias: Float[Array, "L W"],
+    records: Records,
+    state_pool: Float[Array, "L S H V K"],
+    conv_pool: Array,
+    chosen: Committed,
+    config: K3Config,
+) -> tuple[Float[Array, "L S H V K"], Array]:
+    """`replay.commit` with the arguments of the kernel, for any float dtype."""
+    pools = Pools(None, state_pool, conv_pool)
+    pools = replay.commit({"a_log": a_log, "dt_bias": dt_bias}, records, pools, chosen, config)
+    return pools.kda, pools.conv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,7 +191,8 @@ def commit_kernel(
 
 
 def kda_commit_pallas(
-    params: StackedParams,
+    a_log: Float[Array, "L H"],
+    dt_bias: Float[Array, "L W"],
     records: Records,
     state_pool: Float[Array, "L S H V K"],
     conv_pool: Array,
@@ -202,5 +210,5 @@ def kda_commit_pallas(
     layers, rows, tokens, heads = records.pseudo.shape[:4]
     kernel = commit_kernel(layers, rows, heads, tokens, tiles, config.gate_lower_bound, interpret)
     state_ref, conv_ref = jax.new_ref(state_pool), jax.new_ref(conv_pool)
-    kernel(*chosen, params.a_log, params.dt_bias, *records, state_ref, conv_ref)
+    kernel(*chosen, a_log, dt_bias, *records, state_ref, conv_ref)
     return jax.freeze(state_ref), jax.freeze(conv_ref)

@@ -32,6 +32,7 @@ class DecodeCase:
     dead: tuple[int, ...] = ()  # rows without a slot
     raw_gate: float = 0.0  # added to the raw gate: -40 opens the gate (no decay), +40 closes it (the floor of -5)
     beta: float = 0.0  # added to the raw write strength: 40 makes it 1
+    from_end: bool = False  # rows own the last slots of the pool
     scale: float = 1.0  # of the projections; 0 tests the norms of zero vectors
 
 
@@ -76,6 +77,8 @@ def draw(case: DecodeCase, rng: np.random.Generator) -> DecodeInputs:
     """Random inputs of a case."""
     width, layers = case.heads * HEAD_DIM, case.layers
     slots = 1 + rng.permutation(case.slots - 1)[: case.rows].astype(np.int32)
+    if case.from_end:
+        slots = (case.slots - 1 - np.arange(case.rows)).astype(np.int32)
     if len(slots) < case.rows:  # more rows than slots: only where the rest is dead
         slots = np.concatenate([slots, np.zeros(case.rows - len(slots), np.int32)])
     slots[list(case.dead)] = 0

@@ -194,9 +194,8 @@ def measure_commit(batch: int, heads: int, tiles: CommitTiles, tokens: int) -> d
     crosses = (row % 8 == 7).to(torch.int32)
     chosen = Committed(torch.full_like(row, accepted), row + 1, crosses, crosses * (batch + 1 + row))
 
-    def kernel(a_log, dt_bias, records, state, tails, chosen):  # the wrapper takes no argument that goes unused
-        params = StackedParams(None, a_log, dt_bias, None)
-        return kda_commit.kda_commit_pallas(params, records, state, tails, chosen, presets.k3(), tiles=tiles)
+    def kernel(a_log, dt_bias, records, state, tails, chosen):
+        return kda_commit.kda_commit_pallas(a_log, dt_bias, records, state, tails, chosen, presets.k3(), tiles=tiles)
 
     nothing = chosen._replace(accepted=torch.zeros_like(row))
     times = {
