@@ -5,7 +5,7 @@ Per head and token, with q and k l2-normalised, alpha = exp(-5 sigmoid(exp(A_log
     S' = S diag(alpha);   S <- S' + b (v - S' k) k^T;   o = S q / sqrt(K)
 
 Two kernels: `kda_prefill_prepare` turns tiles of 64 tokens into what does not depend on the state, one block per tile
-and head, and `kda_scan` carries the states over the tiles. `kda_prefill_fused` is both in one.
+and head, and `kda_scan` carries the states over the tiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from k3jax import kda
 from k3jax.kda_packed import chunked_packed
-from k3jax.pallas import kda_prefill_fused, kda_prefill_prepare, kda_scan
+from k3jax.pallas import kda_prefill_prepare, kda_scan
 from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
 
@@ -60,7 +60,6 @@ def kda_prefill_reference(
 class PrefillTiles:
     """How the work is spread over the GPU."""
 
-    is_fused: bool = False  # one kernel, one block per sequence and head; the rest is for the two kernels otherwise
     warpgroups: int = 1  # of a scan block: 2 shares tiles between the halves of V, 1 fills more of the GPU
     stages: int = 3  # tiles a scan block holds in shared memory
 
@@ -71,7 +70,7 @@ class PrefillTiles:
             raise ValueError(f"stages={self.stages}: use at least 2, so that a tile loads while another is used")
 
 
-SWEEP = (PrefillTiles(), PrefillTiles(warpgroups=2, stages=2), PrefillTiles(is_fused=True))
+SWEEP = (PrefillTiles(), PrefillTiles(stages=2), PrefillTiles(warpgroups=2, stages=2))
 
 
 def tiles_for(heads: int, num_sequences: int, num_tokens: int) -> PrefillTiles:
@@ -113,10 +112,6 @@ def kda_prefill(
     heads = q.shape[1]
     tiles = tiles or tiles_for(heads, plan.slots.shape[0], q.shape[0])
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    if tiles.is_fused:
-        fused = kda_prefill_fused.build(plan.slots.shape[0], heads, interpret)
-        fused(q, k, v, gate, a_log, dt_bias, beta, plan, layer, pool, out)
-        return
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret)
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows)
     scan = kda_scan.build(plan.slots.shape[0], heads, tiles.warpgroups, tiles.stages, interpret)

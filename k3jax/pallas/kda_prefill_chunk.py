@@ -35,16 +35,19 @@ _INPUTS = ("q", "k", "v", "gate")
 ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one value per row, per column of a tile
 
 
-def smem(shape: tuple[int, ...], dtype) -> object:
-    """Shared memory laid out for the tensor cores."""
-    bytes_per_row = min(128, shape[-1] * jnp.dtype(dtype).itemsize)
-    tiling = (8, bytes_per_row // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tiling), plgpu.SwizzleTransform(bytes_per_row)))
+def smem(shape: tuple[int, ...], dtype, swizzle: int = 128) -> object:
+    """Shared memory laid out for the tensor cores: rows of `swizzle` bytes in tiles of 8, swizzled."""
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def narrow_smem(shape: tuple[int, ...], dtype) -> object:
-    """The same, swizzled over 64 bytes, so that 32 columns of 16 bits can be addressed."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, HALF)), plgpu.SwizzleTransform(64)))
+    """The same in rows of 64 bytes, so that 32 columns of 16 bits can be addressed."""
+    return smem(shape, dtype, swizzle=64)
 
 
 def iota(dimension: int) -> jax.Array:
@@ -70,41 +73,26 @@ def product(a, b, columns: int = CHUNK) -> jax.Array:
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC((CHUNK, columns), jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((CHUNK, columns), jnp.float32))
 
 
-def scratch(warpgroups: int = 1, *, with_state: bool = False) -> dict:
-    """Shared memory of the tiles of some warpgroups; several lead with their number.
-
-    Inputs are overwritten by results of the same shape. `with_state` names memory that `prepare` no longer needs once
-    it is done as what `kda_scan` moves states and outputs through.
-    """
-    lead = (warpgroups,) if warpgroups > 1 else ()
-    tile, square = (*lead, CHUNK, WIDTH), (*lead, CHUNK, CHUNK)
-    log_decay = smem((*lead, 2, CHUNK, CHUNK), jnp.float16)  # halves of K; then k 2^G
-    lower = narrow_smem(square, jnp.float16)
-    if with_state:
-        log_decay = plgpu.RefUnion(log_decay, state_smem(square))
-        lower = plgpu.RefUnion(lower, plgpu.SMEM(square, jnp.bfloat16))
+def scratch() -> dict:
+    """Shared memory of a tile. Inputs are overwritten by results of the same shape."""
+    tile, square = (CHUNK, WIDTH), (CHUNK, CHUNK)
     return {
         "q": _loaded(tile),  # then queries
         "k": _loaded(tile),  # then keys
-        "v": _loaded((*lead, 2, CHUNK, CHUNK)),  # halves of V; then U^T
+        "v": _loaded((2, CHUNK, CHUNK)),  # halves of V; then U^T
         "gate": _loaded(tile),  # then column factors, then W
-        "log_decay": log_decay,
-        "lower": lower,
-        "mixing": plgpu.RefUnion(smem(square, jnp.bfloat16), smem(square, jnp.float16)),
+        "log_decay": smem((2, CHUNK, CHUNK), jnp.float16),  # halves of K; then k 2^G
+        "lower": narrow_smem(square, jnp.float16),
+        "mixing": plgpu.RefUnion(smem(square, jnp.bfloat16), smem(square, jnp.float16)),  # and the inverse on its way
         "scores": narrow_smem(square, jnp.bfloat16),
-        "decay": plgpu.SMEM((*lead, WIDTH), jnp.float32),
-        "bias": plgpu.SMEM((*lead, WIDTH), jnp.float32),
-        "beta": plgpu.SMEM((*lead, 2 * CHUNK), jnp.float32),
-        "loaded": plgpu.Barrier(num_arrivals=6, num_barriers=warpgroups),
+        "decay": plgpu.SMEM((WIDTH,), jnp.float32),
+        "bias": plgpu.SMEM((WIDTH,), jnp.float32),
+        "beta": plgpu.SMEM((2 * CHUNK,), jnp.float32),
+        "loaded": plgpu.Barrier(num_arrivals=6),
     }
-
-
-def state_smem(shape: tuple[int, ...]) -> object:
-    """Memory of half a warpgroup's rows of a state."""
-    return plgpu.SMEM(shape, jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)))
 
 
 def _loaded(shape: tuple[int, ...]) -> object:
@@ -112,16 +100,12 @@ def _loaded(shape: tuple[int, ...]) -> object:
     return plgpu.RefUnion(smem(shape, jnp.bfloat16), plgpu.SMEM(shape, jnp.bfloat16))
 
 
-def named(buffers: list, names: list[str], *, with_state: bool = False) -> dict:
+def named(buffers: list) -> dict:
     """Allocated `scratch` by name; second views have names of their own."""
-    s = dict(zip(names, buffers, strict=True))
+    s = dict(zip(scratch(), buffers, strict=True))
     for name in _INPUTS:
         s[name], s[f"{name}_rows"] = s[name]
     s["mixing"], s["inverse"] = s["mixing"]
-    if with_state:
-        s["log_decay"], s["state"] = s["log_decay"]
-        s["lower"], s["out_rows"] = s["lower"]
-        s["out"] = s["mixing"]
     return s
 
 
@@ -260,7 +244,7 @@ def _decayed(s, norm_q, norm_k) -> None:
                         plgpu.wgmma(acc, signs, s["log_decay"].at[half])
                     return while_busy(), *(acc[...] * (1 / _SCALE) for acc in accs)
 
-                return pl.run_scoped(run, *[plgpu.ACC((CHUNK, CHUNK), jnp.float32)] * len(sums))
+                return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((CHUNK, CHUNK), jnp.float32)] * len(sums))
 
             def read_normed():
                 return _read(ref_k) * by_row(norm_k), _read(ref_q) * by_row(norm_q)
@@ -284,7 +268,7 @@ def _decayed(s, norm_q, norm_k) -> None:
         meet()
         return k_left[...], q_left[...], k_right[...], q_right[...]
 
-    k_left, q_left, k_right, q_right = pl.run_scoped(run, *[plgpu.ACC((CHUNK, HALF), jnp.float32)] * 4)
+    k_left, q_left, k_right, q_right = pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((CHUNK, HALF), jnp.float32)] * 4)
     beta = by_row(plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=ROW), HALF)
     rows, columns = _iota(CHUNK, HALF, 0), _iota(CHUNK, HALF, 1)
     for start, keys, queries in ((0, k_left, q_left), (HALF, k_right, q_right)):

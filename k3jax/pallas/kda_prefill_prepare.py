@@ -18,12 +18,12 @@ from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH, load_beta, named, prepa
 class Prepared(NamedTuple):
     """Per tile and head; see `kda_prefill_chunk`."""
 
-    w: Float[Array, "tiles H C K"]
-    values: Float[Array, "tiles H 2 C C"]  # U^T in two halves of V
-    queries: Float[Array, "tiles H C K"]
-    keys: Float[Array, "tiles H C K"]
-    scores: Float[Array, "tiles H C C"]
-    decay: Float[Array, "tiles H K"]
+    w: Float[Array, "tiles H C K"] | jax.ShapeDtypeStruct
+    values: Float[Array, "tiles H 2 C C"] | jax.ShapeDtypeStruct  # U^T in two halves of V
+    queries: Float[Array, "tiles H C K"] | jax.ShapeDtypeStruct
+    keys: Float[Array, "tiles H C K"] | jax.ShapeDtypeStruct
+    scores: Float[Array, "tiles H C C"] | jax.ShapeDtypeStruct
+    decay: Float[Array, "tiles H K"] | jax.ShapeDtypeStruct
 
 
 def prepared_shapes(num_tiles: int, heads: int) -> Prepared:
@@ -65,13 +65,13 @@ def build(num_tiles: int, heads: int, interpret=None):
     """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows) -> Prepared."""
 
     def entry(*refs):
-        pl.run_scoped(lambda *buffers: _body(*refs, s=named(list(buffers), list(scratch()))), *scratch().values())
+        pl.run_scoped(lambda *buffers: _body(*refs, s=named(list(buffers))), *scratch().values())
 
     return plgpu.kernel(
         entry,
         out_type=tuple(prepared_shapes(num_tiles, heads)),
         grid=(num_tiles, heads),
         grid_names=("tile", "head"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )

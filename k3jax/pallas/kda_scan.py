@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_chunk import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, narrow_smem, smem, state_smem
+from k3jax.pallas.kda_prefill_chunk import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, narrow_smem, smem
 
 _HALVES = (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
 _ROW_TILE = 8
@@ -27,7 +27,7 @@ _ROW_TILE = 8
 def state_scratch(warpgroups: int) -> dict:
     """Memory through which states and outputs go, for each warpgroup."""
     return {
-        "state": state_smem((warpgroups, CHUNK, CHUNK)),
+        "state": smem((warpgroups, CHUNK, CHUNK), jnp.float32),
         "out": smem((warpgroups, CHUNK, CHUNK), jnp.bfloat16),
         "out_rows": plgpu.SMEM((warpgroups, CHUNK, CHUNK), jnp.bfloat16),
         "state_loaded": plgpu.Barrier(num_barriers=warpgroups),
@@ -102,7 +102,7 @@ def advance(state: tuple, w, values, queries, keys, scores, decay, while_busy=la
 
 
 def _accumulator():
-    return plgpu.ACC((CHUNK, CHUNK), jnp.float32)
+    return plgpu.WGMMAAccumulatorRef((CHUNK, CHUNK), jnp.float32)
 
 
 def store_rows(s: dict, out_head, out_t, token, rows, warpgroup) -> None:
@@ -194,7 +194,7 @@ def _body(w, values, queries, keys, scores, decay, plan, layer, pool, out, *, s:
             s["keys"].at[stage],
             s["scores"].at[stage],
             s["decay"].at[stage],
-            lambda: store_rows(s, out_head, *previous, warpgroup),
+            lambda: store_rows(s, out_head, previous[0], previous[1], previous[2], warpgroup),
         )
 
         @pl.when(step + stages < num_tiles)
@@ -215,7 +215,7 @@ def _body(w, values, queries, keys, scores, decay, plan, layer, pool, out, *, s:
         visit,
         (state, (nothing, jnp.int32(0), jnp.int32(0)), plan.token[first], plan.rows[first]),
     )
-    store_rows(s, out_head, *previous, warpgroup)
+    store_rows(s, out_head, previous[0], previous[1], previous[2], warpgroup)
     store_state(s, pool_rows(slot), state, warpgroup)
     plgpu.wait_smem_to_gmem(0)
 
@@ -240,7 +240,7 @@ def build(num_sequences: int, heads: int, warpgroups: int, stages: int, interpre
         entry,
         grid=(num_sequences, heads, parts),
         grid_names=("sequence", "head", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         **threads,
     )

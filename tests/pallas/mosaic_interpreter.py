@@ -5,9 +5,12 @@ It looks up both operands of `wgmma` in its shared memory; Hopper also takes the
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPULoggingInfo, HostAllocationKey
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _in_memory = gpu_callbacks.wgmma
@@ -15,26 +18,24 @@ _in_memory = gpu_callbacks.wgmma
 
 def _wgmma(**arguments):
     left = arguments["a_allocation_key_as_array"]
-    key = gpu_callbacks.HostAllocationKey
     if left.ndim == 1:
         return _in_memory(**arguments)
     memory = gpu_callbacks._get_shared_memory()
-    info = gpu_callbacks.memory.GPULoggingInfo(
-        arguments["mesh_location"], arguments["thread"], arguments["source_info"]
-    )
+    thread = arguments["thread"]
+    info = GPULoggingInfo(arguments["mesh_location"], thread, arguments["source_info"])
 
     def place(operand: str):
         transforms = gpu_callbacks._remove_noop_transforms(arguments[f"{operand}_transforms"])
-        allocation = key.from_array(arguments[f"{operand}_allocation_key_as_array"])
+        allocation = HostAllocationKey.from_array(arguments[f"{operand}_allocation_key_as_array"])
         return allocation, memory.access(allocation, jax.tree.map(int, transforms))
 
-    def read(operand: str):
-        return memory.get_buffer_content(*place(operand), arguments["thread"], logging_info=info)[0]
+    def read(operand: str) -> Any:
+        return memory.get_buffer_content(*place(operand), thread, logging_info=info)[0]
 
-    right, acc = read("b"), read("acc")
+    right, total = read("b"), read("acc")
     with np.errstate(invalid="ignore", over="ignore"):  # entries above a diagonal overflow before they are masked
-        total = acc + np.matmul(np.asarray(left), right, dtype=acc.dtype)
-    memory.store_buffer_content(*place("acc"), total, arguments["thread"], logging_info=info)
+        total = total + np.matmul(np.asarray(left), right, dtype=total.dtype)
+    memory.store_buffer_content(*place("acc"), total, thread, logging_info=info)
     return arguments["token"]
 
 

@@ -1,0 +1,65 @@
+"""Print ours / peer / floor for the kernels of an op: `python scripts/bench_kernels.py --op kda-prefill`.
+
+Runs `scripts/bench/OP.py` on the GPU, in its own process, and passes it whatever follows `--`. `--peers FILE` reads the
+peers' JSON lines (op, peer, us and the shape), which must come from the same machine in the same session: a figure
+means something only beside its peer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+
+BENCHES = pathlib.Path(__file__).resolve().parent / "bench"
+OPS = ("kda-decode", "kda-prefill")
+SHAPE = ("op", "heads", "batch", "seq")  # what a line of ours must share with a peer's
+
+
+def main() -> int:
+    """Run the benchmark and print its table; exit status 1 when a line failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--op", required=True, choices=OPS, help="what to time")
+    parser.add_argument("--peers", type=pathlib.Path, metavar="FILE", help="the peers' JSON lines")
+    parser.add_argument("arguments", nargs="*", help="arguments of the op's own benchmark, after --")
+    args = parser.parse_args()
+    script = BENCHES / f"{args.op.replace('-', '_')}.py"
+    command = [sys.executable, str(script), *args.arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    peers = parse_lines(args.peers.read_text(encoding="utf-8")) if args.peers else []
+    rows = parse_lines(result.stdout)
+    print(table(rows, peers))
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+def parse_lines(text: str) -> list[dict]:
+    """The JSON objects among the lines of `text`."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def table(rows: list[dict], peers: list[dict]) -> str:
+    """Markdown: shape, microseconds of ours, of the fastest peer at that shape, their ratio, and the floor."""
+    lines = ["| shape | ours us | peer us | ours / peer | floor us |", "|---|---|---|---|---|"]
+    for row in rows:
+        hidden = {"op", "us", "floor_us", "failed"}
+        shape = " ".join(f"{name}={value}" for name, value in row.items() if name not in hidden)
+        if "failed" in row:
+            lines.append(f"| {row['op']} {shape} | failed: {row['failed']} | | | |")
+            continue
+        peer = fastest(peers, row)
+        cells = ["", ""] if peer is None else [f"{peer['us']:.1f} ({peer['peer']})", f"{row['us'] / peer['us']:.2f}"]
+        lines.append(f"| {row['op']} {shape} | {row['us']} | {cells[0]} | {cells[1]} | {row.get('floor_us', '')} |")
+    return "\n".join(lines)
+
+
+def fastest(peers: list[dict], row: dict) -> dict | None:
+    """The peer's line of the same op and shape that took least, if any."""
+    keys = [key for key in SHAPE if key in row]
+    same = [peer for peer in peers if "us" in peer and all(peer.get(key) == row[key] for key in keys)]
+    return min(same, key=lambda peer: peer["us"], default=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

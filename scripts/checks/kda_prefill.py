@@ -1,0 +1,52 @@
+"""The KDA prefill kernels on a GPU against the recurrence in float64: fresh inputs, poisoned pools, every tiling."""
+
+from __future__ import annotations
+
+import secrets
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.pallas.kda_cases import CASES, GPU_CASES, PrefillCase, PrefillInputs, judge, make_inputs
+from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill
+from k3jax.pallas.kda_prefill_plan import make_plan
+
+
+def check_kda_prefill() -> bool:
+    """Run every case with every tiling and print a line for each. An export must be what a run ending there has."""
+    results = []
+    for tiles in SWEEP:
+        for case in (*CASES, *GPU_CASES):
+            inputs = make_inputs(case, secrets.randbits(32))
+            verdict = judge(case, inputs, *run(inputs, tiles))
+            results.append(verdict.passed)
+            print(f"kda-prefill {case.name} {tiles}: {'ok' if verdict.passed else 'FAILED'} {verdict}", flush=True)
+        for offset in (48, 640):
+            results.append(_export_is_exact(offset, tiles))
+            print(f"kda-prefill export at {offset} {tiles}: {'ok' if results[-1] else 'FAILED'}", flush=True)
+    return all(results)
+
+
+def run(inputs: PrefillInputs, tiles: PrefillTiles) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs, NaN before the call, and the pool after it."""
+
+    @jax.jit
+    def step(q, k, v, gate, beta, a_log, dt_bias, cu_seqlens, starts, slots, offsets, export_slots, pool, out):
+        plan = make_plan(cu_seqlens, starts, slots, offsets, export_slots, q.shape[0])
+        pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
+        kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(0), pool_ref, out_ref, tiles=tiles)
+        return jax.freeze(out_ref), jax.freeze(pool_ref)
+
+    activations = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:5]]
+    rest = [jnp.asarray(x) for x in inputs[5:]]
+    out, pool = step(*activations, *rest, jnp.full(inputs.v.shape, jnp.nan, jnp.bfloat16))
+    return np.asarray(out, np.float32), np.asarray(pool)
+
+
+def _export_is_exact(offset: int, tiles: PrefillTiles) -> bool:
+    inputs = make_inputs(PrefillCase(name="whole", lengths=(704,), export_offsets=(offset,)), secrets.randbits(32))
+    _, pool = run(inputs, tiles)
+    ended = inputs._replace(cu_seqlens=np.array([0, offset], np.int32), export_offsets=np.zeros(1, np.int32))
+    _, ended_pool = run(ended, tiles)
+    return np.array_equal(pool[0, inputs.export_slots[0]], ended_pool[0, inputs.slots[0]])
