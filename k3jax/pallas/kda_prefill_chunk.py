@@ -242,7 +242,10 @@ def _decayed(s, norm_q, norm_k) -> None:
                 def run(*accs):
                     for acc, signs in zip(accs, sums, strict=True):
                         plgpu.wgmma(acc, signs, s["log_decay"].at[half])
-                    return while_busy(), *(acc[...] * (1 / _SCALE) for acc in accs)
+                    other = while_busy()
+                    # The left operands' registers must last until the products are waited for.
+                    held = lax.optimization_barrier((*(acc[...] for acc in accs), *sums))
+                    return other, *(total * (1 / _SCALE) for total in held[: len(sums)])
 
                 return pl.run_scoped(run, *[plgpu.WGMMAAccumulatorRef((CHUNK, CHUNK), jnp.float32)] * len(sums))
 

@@ -43,6 +43,7 @@ def load_state(s: dict, pool_rows, is_fresh, warpgroup) -> tuple:
         @pl.when(is_fresh != 0)
         def _():
             buffer[...] = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+            meet()  # read below by other threads than wrote it
 
         @pl.when(is_fresh == 0)
         def _(half=half):
