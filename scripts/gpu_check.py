@@ -5,6 +5,8 @@ program, temporary memory below one layer of the smallest pool.
 demo: the demo (without thinking) in bf16 on the GPU gives the answers it gives in float32 on the CPU of the same
 machine, wherever the CPU's smallest margin between the two best tokens exceeds 0.5. The other answers may differ by
 rounding and are only counted.
+kda-decode, kda-verify (with commit), short-conv: every case of their `*_cases.py` in `k3jax/pallas/`, fresh random
+inputs, poisoned pools, against float64; for decode also slots beyond 2^31 elements and 10,000 steps.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
 for bit.
 """
@@ -28,7 +30,7 @@ QUESTIONS = ROOT / "demo" / "questions.jsonl"
 def main() -> int:
     """Run the checks asked for; exit status 1 when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ops = ("step", "demo", "kda-prefill")
+    ops = ("step", "demo", "kda-decode", "kda-prefill", "kda-verify", "short-conv")
     parser.add_argument("--op", action="append", choices=ops, help="check to run; repeat for several")
     parser.add_argument("--questions", type=int, default=50, help="known questions to ask (default: 50)")
     parser.add_argument("--answer", metavar="DTYPE", help=argparse.SUPPRESS)  # one side of `demo`, in its own process
@@ -37,7 +39,14 @@ def main() -> int:
         return answer(args.answer, args.questions)
     if not args.op:
         parser.error("name a check with --op")
-    checks = {"step": check_step, "demo": lambda: check_demo(args.questions), "kda-prefill": check_kda_prefill}
+    checks = {
+        "step": check_step,
+        "demo": lambda: check_demo(args.questions),
+        "kda-decode": lambda: check_kda_tokens("check_decode"),
+        "kda-prefill": check_kda_prefill,
+        "kda-verify": lambda: check_kda_tokens("check_verify"),
+        "short-conv": lambda: check_kda_tokens("check_conv"),
+    }
     results = [checks[op]() for op in args.op]
     return 0 if all(results) else 1
 
@@ -48,6 +57,14 @@ def check_kda_prefill() -> bool:
     from checks import kda_prefill
 
     return kda_prefill.check_kda_prefill()
+
+
+def check_kda_tokens(name: str) -> bool:
+    """Run one check of the one-token kernels."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    from checks import kda_decode
+
+    return getattr(kda_decode, name)()
 
 
 def check_step() -> bool:

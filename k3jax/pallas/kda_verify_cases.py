@@ -124,7 +124,7 @@ def draw(case: VerifyCase, rng: np.random.Generator) -> VerifyInputs:
         conv=poisoned(layers, rows, case.limit, 3, width, dtype=BF16),
         out=poisoned(num_tokens, width, dtype=BF16),
     )
-    for row in np.flatnonzero(slots > 0):
+    for row in map(int, np.flatnonzero(slots > 0)):
         tokens = inputs.tokens(row)
         if case.keys_repeat:
             inputs.packed[tokens] = inputs.packed[tokens[0]]

@@ -19,7 +19,7 @@ def graph_us(kernel: Callable, calls: Sequence[tuple]) -> float:
 
     Cold if the calls together touch more memory than the L2 cache holds.
     """
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     run = plgpu.as_torch_kernel(kernel)

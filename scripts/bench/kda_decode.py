@@ -104,7 +104,7 @@ class Setup:
 
 def setup(batch: int, heads: int, tokens: int, num_layers: int) -> Setup:
     """Random tensors for `batch` rows of `tokens` tokens over `num_layers` layers."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     width = heads * HEAD_DIM
 
@@ -145,7 +145,7 @@ def measure_decode(batch: int, heads: int, tiles: DecodeTiles) -> dict:
 
 def measure_verify(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> dict:
     """The same for verify; the floor counts the state read once and the records written."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     width = heads * HEAD_DIM
     moved = batch * (width * HEAD_DIM * 4 + tokens * width * (4 + 4 + 6 + 12) + 9 * width * 2)
@@ -161,7 +161,7 @@ def measure_verify(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> d
     out = torch.zeros(batch * tokens, width, device="cuda", dtype=torch.bfloat16)
 
     def kernel(*arguments):
-        outputs, written = kda_verify.kda_verify_pallas(*arguments, presets.k3(), tiles=tiles)
+        outputs, written = kda_verify.kda_verify_pallas(*arguments, config=presets.k3(), tiles=tiles)
         return outputs, *written
 
     times = {
@@ -180,7 +180,7 @@ def measure_verify(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> d
 
 def measure_commit(batch: int, heads: int, tiles: CommitTiles, tokens: int) -> dict:
     """Commit over 69 layers, half of the tokens accepted and one row in eight at a boundary."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     width, num_layers, accepted = heads * HEAD_DIM, 69, (tokens + 1) // 2
     s = setup(2 * batch, heads, 1, num_layers)  # twice the slots: the second half is spare

@@ -67,7 +67,7 @@ def _drifts_little() -> bool:
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def run(state_pool, conv_pool):
         def step(_, pools):
-            return kda_decode.kda_decode_pallas(indices, slots, token, params, *pools, CONFIG)[1:]
+            return kda_decode.kda_decode_pallas(indices, slots, token, params, *pools, config=CONFIG)[1:]
 
         return jax.lax.fori_loop(0, DRIFT_STEPS, step, (state_pool, conv_pool))
 

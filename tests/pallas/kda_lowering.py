@@ -18,7 +18,7 @@ from k3jax.pallas import kda_commit, kda_decode, kda_verify, short_conv
 from k3jax.pallas.kda_decode import StackedParams, Token
 from k3jax.replay import Committed, Records
 
-ROWS, HEADS, LAYERS, SLOTS, TOKENS = 4, 12, 2, 9, 3
+ROWS, HEADS, LAYERS, SLOTS, TOKENS = 4, 12, 2, 9, 2
 WIDTH = HEADS * 128
 CONFIG = presets.k3()
 

@@ -48,7 +48,9 @@ def test_decode_straight_to_registers_equals_the_oracle(case, capsys):
     assert_passes(run_decode(case, rng(), DIRECT, INTERPRETER), capsys)
 
 
-@by_name(kda_verify_cases.CASES)
+@by_name(
+    [*kda_verify_cases.CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in kda_verify_cases.CASES[2:])]
+)
 def test_verify_equals_running_the_tokens_one_by_one(case, capsys):
     """Ragged, empty (D07) and dead rows (D08), identical keys with full writes (D02), gate at its floor (D01)."""
     assert_passes(run_verify(case, rng(), interpret=INTERPRETER), capsys)
