@@ -39,6 +39,8 @@ def kda_prefill_reference(
     cu_seqlens: Array,
     initial_states: Float[Array, "N H V K"],
     export_offsets: Array,
+    *,
+    differentiable: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Outputs, final states and exported states, in the wide dtype."""
     wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
@@ -53,6 +55,7 @@ def kda_prefill_reference(
         cu_seqlens,
         initial_states.astype(wide),
         export_offsets=export_offsets,
+        differentiable=differentiable,
     )
 
 
