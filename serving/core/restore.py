@@ -15,9 +15,10 @@ def start_loads(state: SchedulerState) -> None:
     """Start to load what the requests next in the queue can use and the device does not have.
 
     This comes first in a plan: the memory that a load takes must not be touched by what the same plan does before its
-    step runs. A request that loads holds up nobody.
+    step runs. A request that loads holds up nobody; while somebody running lacks pages nothing is loaded, or the loads
+    of several requests could take turns with the memory that it waits for.
     """
-    if not state.host.is_on:
+    if not state.host.is_on or state.is_short_of_pages:
         return
     index = 0
     while index < min(len(state.waiting), state.rows.num_free) and len(state.moving) < state.limits.num_rows:
@@ -146,7 +147,8 @@ def _start(
     num_missing = state.num_pages(num_positions) - node.num_tokens // cache.page_size
     while cache.num_available_pages < num_missing and state.strip_loaded(request):
         pass
-    if cache.num_available_pages < num_missing or not cache.num_available_slots:
+    kept_pages, kept_slots = _kept_for_the_first(state, request)
+    if cache.num_available_pages - kept_pages < num_missing or cache.num_available_slots <= kept_slots:
         cache.unlock(node)
         request.looked_up = 0  # again when it is first in the queue
         return
@@ -162,6 +164,18 @@ def _start(
     request.phase = Phase.MOVING
     state.moving.add(request)
     state.transfers.load([*pages, slot_entry], [*ids, slot], request)
+
+
+def _kept_for_the_first(state: SchedulerState, request: LiveRequest) -> tuple[int, int]:
+    """Pages and slots that a load for `request` must leave to the first in the queue.
+
+    Otherwise loads of younger requests could take, lose to the first and take again what it waits for, for ever.
+    """
+    first = state.waiting[0]
+    if first is request:
+        return 0, 0
+    num_pages = state.num_pages(min(len(first.tokens) + 1, num_positions_needed(first.request)))
+    return num_pages - len(first.pages), int(first.slot is None)
 
 
 def _end_load(state: SchedulerState, request: LiveRequest, *, is_ok: bool) -> None:

@@ -155,8 +155,10 @@ class Scheduler:
         commit_all(state)
         start_loads(state)
         draft = self._draft()
+        is_short = draft.is_short_of_pages
         while draft.is_empty and draft.has_preempted:
             draft = self._draft()  # somebody gave up pages to one that still cannot move; others can take them
+        state.is_short_of_pages = is_short or draft.is_short_of_pages
         write_back(state)
         if draft.is_empty:
             return None

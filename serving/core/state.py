@@ -65,6 +65,7 @@ class SchedulerState:
         self.live: dict[str, LiveRequest] = {}
         self.waiting: list[LiveRequest] = []
         self.running: list[LiveRequest] = []  # all that own a row
+        self.is_short_of_pages = False  # in the last plan somebody running was preempted or stalled
         self.prefilling: list[LiveRequest] = []
         self.decoding: list[LiveRequest] = []
         self.released: list[int] = []  # rows to take from the device with the next plan

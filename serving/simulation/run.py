@@ -24,6 +24,7 @@ from serving.core.types import (
 from serving.simulation.cost import CostModel
 from serving.simulation.trace import TraceEntry
 
+_MAX_STALLED = 10_000  # plans in a row without a step: arrivals and transfers end sooner in any trace that moves
 _TOKEN = 1  # what every request says; the cost of a step does not depend on it
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -73,7 +74,7 @@ def simulate(
     results = [RowResult(row=row, token_ids=(_TOKEN,)) for row in range(limits.num_rows)]
     moving: list[tuple[float, int]] = []  # end, transfer id
     ttft, tpot = [], []
-    num_done = num_failed = prompt_tokens = output_tokens = cached_tokens = own_tokens = num_steps = 0
+    num_done = num_failed = prompt_tokens = output_tokens = cached_tokens = own_tokens = num_steps = num_stalled = 0
     started = reported = time.monotonic()
     while upcoming is not None or scheduler.has_requests:
         while upcoming is not None and upcoming[1].arrival_s <= now and scheduler.num_waiting < 4 * limits.num_rows:
@@ -111,7 +112,11 @@ def simulate(
             if not following:
                 raise RuntimeError(f"{scheduler.num_waiting} requests wait and none can move")
             now = min(following)
+            num_stalled += 1
+            if num_stalled > _MAX_STALLED:
+                raise RuntimeError(f"{scheduler.num_waiting} requests wait and none has moved in {num_stalled} plans")
             continue
+        num_stalled = 0
         now += cost.step_s(plan)
         num_steps += 1
         rows = [results[row] for row in plan.decode_rows]
