@@ -157,3 +157,31 @@ def test_preemption_admits_nobody_else_in_the_same_step():
         assert drive.scheduler.num_preemptions == before or not plan.admitted
     drive.run()
     assert drive.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize(
+    ("sizes", "delay", "overlap"),
+    [
+        ([(22, 41), (28, 21), (1, 27)], 0, False),
+        ([(16, 43), (13, 48), (3, 43)], 1, True),
+        ([(10, 53), (26, 11), (6, 49), (14, 31)], 3, True),
+        ([(10, 53), (15, 19), (19, 10)], 1, False),
+        ([(30, 21), (11, 52), (28, 29), (5, 33)], 0, True),
+        ([(12, 5), (6, 37), (11, 36), (23, 23)], 3, False),
+    ],
+)
+def test_what_comes_back_from_the_store_does_not_take_the_page_that_a_running_request_lacks(sizes, delay, overlap):
+    """Else the parked one loads, finds no room to run, gives the page up, and loads again for ever."""
+    drive = Drive(
+        limits(page_size=16, num_pages=5, max_model_len=96, max_step_tokens=23, host_cache_bytes=30, page_bytes=2),
+        policy(16),
+        overlap=overlap,
+        store=FakeStore(delay=delay),
+    )
+    for i, (length, max_tokens) in enumerate(sizes):
+        drive.add(same_prefix(f"s{i}", prompt(length, 5 + i), max_tokens=max_tokens))
+        if i % 2:
+            for _ in range(5):
+                drive.step()
+    drive.run()
+    assert drive.scheduler.stats().parks_total
