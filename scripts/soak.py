@@ -2,7 +2,8 @@
 
 Clients ask known questions, go on in conversations, send prompts that share a start, and hang up at random moments. At
 the end nothing may be left: no request, no page, no slot; the server's memory must not have grown after the first
-third, when caches are full; and every known question that was answered to the end must have been answered as the first time.
+third, when caches are full; and every known question that was answered to the end must have been answered as the first
+time.
 """
 
 from __future__ import annotations

@@ -145,8 +145,12 @@ def page_pieces(plan: StepPlan, cache: CacheShape) -> Iterator[CachedPages]:
         ids = np.array([found[index] for index in range(count)], np.int32)
         for start in range(0, count, PAGE_PIECE):
             part = ids[start : start + PAGE_PIECE]
-            numbers = (np.asarray(n, np.int32) for n in (admission.row, start, len(part)))
-            yield CachedPages(*numbers, np.pad(part, (0, PAGE_PIECE - len(part))))
+            yield CachedPages(
+                row=np.int32(admission.row),
+                start=np.int32(start),
+                num_live=np.int32(len(part)),
+                pages=np.pad(part, (0, PAGE_PIECE - len(part))),
+            )
 
 
 def _num_pages(positions: int) -> int:
@@ -160,8 +164,13 @@ def cached_pieces(plan: StepPlan) -> Iterator[CachedTokens]:
         known = admission.num_prompt_tokens
         for start in range(0, len(ids), PIECE):
             part = ids[start : start + PIECE]
-            numbers = (admission.row, start, np.iinfo(np.int32).max if known is None else known, len(part))
-            yield CachedTokens(*(np.asarray(n, np.int32) for n in numbers), np.pad(part, (0, PIECE - len(part))))
+            yield CachedTokens(
+                row=np.int32(admission.row),
+                start=np.int32(start),
+                num_prompt=np.int32(np.iinfo(np.int32).max if known is None else known),
+                num_live=np.int32(len(part)),
+                tokens=np.pad(part, (0, PIECE - len(part))),
+            )
 
 
 def bias_arrays(plan: StepPlan, shape: StepShape) -> tuple[np.ndarray, np.ndarray] | None:
