@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,55 +16,17 @@ import httpx
 import pytest
 
 from tests.api.served import strict_events
+from tests.server.real_server import ServerProcess, launched
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-@dataclasses.dataclass(kw_only=True)
-class Running:
-    """A server process whose log is being read."""
-
-    process: subprocess.Popen[str]
-    lines: list[str] = dataclasses.field(default_factory=list)
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            for line in list(self.lines):
-                if match := re.search(pattern, line):
-                    return match
-            time.sleep(0.01)
-        raise AssertionError(f"no {pattern!r} in {self.lines}")
-
-    def url(self) -> str:
-        return self.wait_for(r"Listening on (http://[0-9.:]+)")[1]
-
-    def exit_status(self) -> int:
-        return self.process.wait(20)
-
-
 @contextlib.contextmanager
-def running(*flags: str, build: str = "ok") -> Iterator[Running]:
+def running(*flags: str, build: str = "ok") -> Iterator[ServerProcess]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("K3JAX_")}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.api.run_fake", "--load-format", "fake", "--port", "0", *flags],
-        cwd=REPOSITORY,
-        env=environment | {"TEST_BUILD": build},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    server = Running(process=process)
-    assert process.stderr is not None
-    stderr = process.stderr
-    reader = threading.Thread(target=lambda: server.lines.extend(stderr))
-    reader.start()
-    try:
+    fake = ("--load-format", "fake", "--port", "0")
+    with launched("tests.api.run_fake", *fake, *flags, environment=environment | {"TEST_BUILD": build}) as server:
         yield server
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        stderr.close()
 
 
 def run_to_exit(*flags: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""`python -m serving.run` as a process of its own, with the real model."""
+"""Servers as processes of their own, whose log is read; `started` runs `python -m serving.run` with the real model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,16 +39,18 @@ class ServerProcess:
         """Where it listens."""
         return self.wait_for(r"Listening on (http://[0-9.:]+)")[1]
 
+    def exit_status(self) -> int:
+        """Wait for the end."""
+        return self.process.wait(20)
+
 
 @contextlib.contextmanager
-def started(*flags: str) -> Iterator[ServerProcess]:
-    """Start a server on a free port; end it however the test ends."""
-    hidden = ("K3JAX_", "XLA_FLAGS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+def launched(module: str, *flags: str, environment: Mapping[str, str]) -> Iterator[ServerProcess]:
+    """Run a module with warnings as errors; end it however the test ends."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "serving.run", "--port", "0", *flags],
+        [sys.executable, "-W", "error", "-m", module, *flags],
         cwd=REPOSITORY,
-        env=environment | {"JAX_PLATFORMS": "cpu"},
+        env=dict(environment),
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -64,3 +66,13 @@ def started(*flags: str) -> Iterator[ServerProcess]:
         process.wait()
         reader.join()
         stderr.close()
+
+
+@contextlib.contextmanager
+def started(*flags: str) -> Iterator[ServerProcess]:
+    """Start a server on a free port."""
+    hidden = ("K3JAX_", "XLA_FLAGS", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
+    environment |= {"JAX_PLATFORMS": "cpu"}
+    with launched("serving.run", "--port", "0", *flags, environment=environment) as server:
+        yield server
