@@ -133,6 +133,11 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         raise LoadError(folder, {"files": [reason]})
     if orbax_store.is_orbax_folder(folder):
         return orbax_store.open_orbax(folder)
+    if (folder / orbax_store.LAYOUT_FOLDER).is_dir() and not any(
+        (folder / n).exists() for n in (INDEX_FILE, SINGLE_FILE)
+    ):
+        reason = f"looks like a converted folder without its {orbax_store.MANIFEST_FILE}; restore it, or convert again"
+        raise LoadError(folder, {"files": [reason]})
     problems: dict[str, list[str]] = {"files": [], "index": []}
     index = _read_index(folder, problems)
     file_names = sorted(set(index.values())) if index else [SINGLE_FILE]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from k3jax.checkpoint_reader import Checkpoint, LoadError
+from k3jax.checkpoint_reader import INDEX_FILE, Checkpoint, LoadError
 from k3jax.conversion import experts
 from k3jax.conversion.recipes import EXPERT, ExpertChoice
-from k3jax.conversion.side_files import reserved_names, stray_shards
+from k3jax.conversion.side_files import changed_files, reserved_names, stray_shards, unusable_files
 from k3jax.conversion.streaming import ContentRules
 from k3jax.folder_config import FolderConfig, find_problems, read_folder
 from k3jax.loading import is_skipped
@@ -24,6 +25,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 def check_source(checkpoint: Checkpoint, choice: ExpertChoice = "keep") -> ContentRules:
     """What the contents must obey. Raises `LoadError` with every fault, `ConfigError` for the configuration."""
     problems = source_problems(checkpoint)
+    problems["files"] += changed_files(checkpoint)
     problems["expert formats"] = list(_expert_problems(checkpoint, choice))
     if any(problems.values()):
         raise LoadError(checkpoint.folder, problems)
@@ -44,8 +46,21 @@ def source_problems(checkpoint: Checkpoint) -> dict[str, list[str]]:
         *problems.get("files", []),
         *(f"{name} is a weight file that no index names" for name in stray_shards(checkpoint)),
         *(f"{name} has a name that the result needs" for name in reserved_names(checkpoint)),
+        *unusable_files(checkpoint),
     ]
+    problems["index"] = [*problems.get("index", []), *_total_size_problems(checkpoint)]
     return problems
+
+
+def _total_size_problems(checkpoint: Checkpoint) -> Iterator[str]:
+    """The index's own sum of bytes, where it has one and all of its files can be read."""
+    path = checkpoint.folder / INDEX_FILE
+    if not path.is_file() or any(checkpoint.problems.values()):
+        return
+    said = json.loads(path.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
+    found = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    if said is not None and said != found:
+        yield f"{INDEX_FILE} says total_size {said}, its tensors have {found} bytes: correct the number or leave it out"
 
 
 def expected_tree(checkpoint: Checkpoint) -> Tree:

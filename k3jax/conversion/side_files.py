@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,61 @@ def reserved_names(checkpoint: Checkpoint) -> list[str]:
     if is_orbax_folder(checkpoint.folder):
         return []
     return [name for name in side_files(checkpoint) if name.split("/")[0] in _RESERVED]
+
+
+def unusable_files(checkpoint: Checkpoint) -> list[str]:
+    """What lies among the side files of a Hugging Face folder and cannot be copied: better said before than after."""
+    if is_orbax_folder(checkpoint.folder):
+        return []
+    problems = []
+    for place, folders, names in os.walk(checkpoint.folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in [*names, *(name for name in folders if (Path(place) / name).is_symlink())]:
+            path = Path(place) / name
+            shown = ascii(path.relative_to(checkpoint.folder).as_posix())
+            if path.is_symlink() and not path.exists():
+                problems.append(f"{shown} is a link to nothing: remove it")
+            elif path.is_dir():
+                problems.append(f"{shown} is a link to a folder: put the folder there, or remove the link")
+            elif not path.is_file():
+                problems.append(f"{shown} is no regular file: remove it")
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                problems.append(f"{shown} is not named in UTF-8: rename it")
+    return sorted(problems)
+
+
+def changed_files(checkpoint: Checkpoint) -> Iterator[str]:
+    """What lies in an Orbax folder beside its units, against the manifest: other bytes, missing, or unknown."""
+    if not is_orbax_folder(checkpoint.folder):
+        return
+    manifest = read_manifest(checkpoint.folder)
+    for name, digest in manifest.files.items():
+        if sha256_of(checkpoint.folder / name) != digest:
+            yield f"{name} does not have the SHA-256 that the manifest says"
+    units = {unit.path for unit in manifest.units}
+    known = {parent.as_posix() for name in [*units, *manifest.files] for parent in Path(name).parents}
+    for place, folders, names in os.walk(checkpoint.folder):
+        inside = Path(place).relative_to(checkpoint.folder)
+        paths = {name: (inside / name).as_posix() for name in (*folders, *names)}
+        for name in list(folders):
+            if paths[name] not in known:
+                folders.remove(name)
+                if paths[name] not in units:
+                    yield f"{ascii(paths[name])} is a folder that the manifest does not have"
+        for name in names:
+            if paths[name] not in manifest.files and paths[name] != MANIFEST_FILE:
+                yield f"{ascii(paths[name])} is a file that the manifest does not have"
+
+
+def sha256_of(path: Path) -> str | None:
+    """The hash of a file's content, None when it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def rewritten_config(folder: Path, choice: ExpertChoice) -> bytes:

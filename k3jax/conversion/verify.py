@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import threading
@@ -14,10 +13,10 @@ from k3jax.config import ConfigError
 from k3jax.conversion.checks import content_rules, source_problems
 from k3jax.conversion.jobs import known_digests
 from k3jax.conversion.recipes import plan_recipes
-from k3jax.conversion.side_files import side_files
+from k3jax.conversion.side_files import changed_files, sha256_of, side_files
 from k3jax.conversion.streaming import Stream
 from k3jax.loading import Progress
-from k3jax.orbax_store import is_orbax_folder, read_manifest
+from k3jax.orbax_store import is_orbax_folder
 
 _BATCH = 4096  # tensors in flight: futures of half a million would take a gigabyte
 
@@ -55,7 +54,7 @@ def verify(
     hashed = [c for c in checkpoints if len(checkpoints) == 2 or is_orbax_folder(c.folder)]
     digests = _hash_all(hashed, differences, workers, progress, stop)
     for checkpoint in checkpoints:
-        differences += _changed_files(checkpoint)
+        differences += [f"{checkpoint.folder}: {change}" for change in changed_files(checkpoint)]
     if len(checkpoints) == 2:
         differences += _tensor_differences(*checkpoints, *digests)
         differences += _file_differences(*checkpoints)
@@ -105,27 +104,10 @@ def _tensor_differences(
             yield f"{name} has other bytes"
 
 
-def _changed_files(checkpoint: Checkpoint) -> Iterator[str]:
-    """Side files of an Orbax folder against its manifest."""
-    if not is_orbax_folder(checkpoint.folder):
-        return
-    for name, digest in read_manifest(checkpoint.folder).files.items():
-        if _hash_file(checkpoint.folder / name) != digest:
-            yield f"{checkpoint.folder}: {name} does not have the SHA-256 that the manifest says"
-
-
 def _file_differences(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
     one, two = set(side_files(first)), set(side_files(second))
     for folder, names in ((first.folder, one - two), (second.folder, two - one)):
         yield from (f"{name} is in {folder} only" for name in sorted(names))
     for name in sorted(one & two):
-        if _hash_file(first.folder / name) != _hash_file(second.folder / name):
+        if sha256_of(first.folder / name) != sha256_of(second.folder / name):
             yield f"{name} has other bytes"
-
-
-def _hash_file(path: Path) -> str | None:
-    try:
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError:
-        return None
