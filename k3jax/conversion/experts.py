@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def unpack(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
         scale = scale_bytes(scale)
     if np.any(scale == NAN_SCALE):
         raise InvalidValuesError(f"has scale byte {NAN_SCALE}, which is NaN")
-    weight = _on_host(partial(mxfp4.decode, dtype=jnp.bfloat16), packed, scale)
+    weight = _on_host(_decode, packed, scale)
     if np.any(low := scale < 2):
         weight = _with_subnormals(weight, packed, scale, low)
     # The largest scales overflow with the largest codes; nothing else is out of bf16's range.
@@ -80,6 +80,11 @@ def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, .
 
 def plain_shape(packed_shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*packed_shape[:-1], packed_shape[-1] * 2)
+
+
+def _decode(packed, scale):
+    """One function, not a partial per call: compiled code is kept by function."""
+    return mxfp4.decode(packed, scale, dtype=jnp.bfloat16)
 
 
 def _on_host(function, *arrays: np.ndarray):

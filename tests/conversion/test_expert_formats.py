@@ -133,3 +133,11 @@ def test_nan_scales_are_found_while_unpacking(tmp_path, packed):
     with pytest.raises(k3jax.LoadError, match="has scale byte 255, which is NaN"):
         convert.to_orbax(source, tmp_path / "out", TO_BF16)
     assert leftovers(tmp_path / "out") == []
+
+
+def test_a_second_weight_of_the_same_shape_compiles_nothing():
+    packed, scale = every_pair(120)
+    experts.unpack(packed, scale)
+    before = experts._compiled.cache_info().currsize
+    experts.unpack(packed, scale)
+    assert experts._compiled.cache_info().currsize == before
