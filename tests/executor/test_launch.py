@@ -25,9 +25,9 @@ TREE = params.abstract(CONFIG)
 class Captured(FakeExecutor):
     """Stands in for the compiled programs: keeps what it was built from."""
 
-    def __init__(self, program, weights, limits, *, kernels, cache, progress):
+    def __init__(self, program, weights, limits, *, kernels, cache, store, progress):
         super().__init__(limits)
-        self.program, self.weights, self.kernels, self.cache = program, weights, kernels, cache
+        self.program, self.weights, self.kernels, self.cache, self.store = program, weights, kernels, cache, store
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,22 @@ def test_sizes_reach_pools_and_limits(monkeypatch, folder):
     assert (limits.num_rows, limits.max_step_tokens, limits.max_model_len) == (3, 96, 300)
     assert (limits.num_pages, limits.num_slots) == (shape.num_pages, shape.num_slots) == (12, 3)
     assert limits.vocab_size == CONFIG.vocab_size
+
+
+def test_a_host_cache_brings_a_store_and_its_identity_says_what_the_weights_are(monkeypatch, folder, tmp_path):
+    """D61: keys must differ wherever the bytes would."""
+    built = build(monkeypatch, folder, host_cache_gb=0.5)
+    assert built.store.capacity_bytes == built.limits.host_cache_bytes == 500_000_000
+    assert build(monkeypatch, folder).store is None
+    assert build(monkeypatch, folder, host_cache_gb=0.5).limits.identity == built.limits.identity
+    other = write_checkpoint(tmp_path / "other", CONFIG, random_tensors(CONFIG))
+    others = [
+        build(monkeypatch, other),
+        build(monkeypatch, folder, dtype="bfloat16"),
+        build(monkeypatch, folder, tp=2),
+        build(monkeypatch, folder, load_format="dummy"),
+    ]
+    assert len({built.limits.identity, *(each.limits.identity for each in others)}) == 5
 
 
 def test_tp_makes_the_mesh_and_places_the_weights(monkeypatch, folder):
