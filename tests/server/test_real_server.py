@@ -93,7 +93,8 @@ def test_server_info_tells_device_programs_and_kernels(http):
     assert device["kernels"]["routed_experts"].startswith("xla: ")
     effective = info["effective"]
     assert (effective["max_num_seqs"], effective["max_step_tokens"], effective["max_model_len"]) == (8, 128, 512)
-    assert (effective["num_slots"], effective["num_pages"]) == (9, 65)
+    # A slot per row and the null slot, and a checkpoint for every second page.
+    assert (effective["num_slots"], effective["num_pages"]) == (9 + 32, 65)
     assert http.get("/ready").json() == {"status": "ready"}
 
 
