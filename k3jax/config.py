@@ -21,6 +21,21 @@ class ConfigError(ValueError):
     """A model configuration that cannot be served; the message names field, value and fix."""
 
 
+def read_config_json(path: str | pathlib.Path) -> dict[str, Any]:
+    """Parse `config.json`, a file or in a folder, of a model or a draft. Raises `ConfigError`."""
+    path = pathlib.Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist; a model folder needs a config.json") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{file} must hold an object, not {type(parsed).__name__}")
+    return parsed
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class K3Config:
     """Every width and constant of a Kimi K3 text model."""
@@ -135,14 +150,7 @@ class K3Config:
     @classmethod
     def from_file(cls, path: str | pathlib.Path) -> K3Config:
         """Read `config.json` from a file or a model folder. Raises `ConfigError`."""
-        path = pathlib.Path(path)
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            return cls.from_hf(json.loads(file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ConfigError(f"{file} does not exist; a model folder needs a config.json") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{file} is not valid JSON: {error}") from None
+        return cls.from_hf(read_config_json(path))
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` object that `from_hf` reads back to an equal record."""

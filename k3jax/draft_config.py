@@ -8,12 +8,11 @@ defaults; the record has one convention. Where a file states a value it is used,
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from k3jax.config import ConfigError, K3Config
+from k3jax.config import ConfigError, K3Config, read_config_json
 from k3jax.draft_fields import need, require, typed
 from k3jax.draft_rope import Rope, read_rope
 
@@ -88,13 +87,7 @@ class DraftConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> DraftConfig:
         """Read `config.json` from a file or a draft folder. Raises `ConfigError`."""
-        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-        try:
-            return cls.from_hf(json.loads(file.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ConfigError(f"{file} does not exist; a draft folder needs a config.json") from None
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ConfigError(f"{file} is not valid JSON: {error}") from None
+        return cls.from_hf(read_config_json(path))
 
 
 def is_draft(config: Mapping[str, Any], names: Collection[str] = ()) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from k3jax import loading
 from k3jax.checkpoint_reader import Checkpoint
-from k3jax.config import ConfigError, K3Config
+from k3jax.config import K3Config, read_config_json
 from k3jax.draft_config import DraftConfig, is_draft
 from k3jax.draft_params import for_checkpoint
 from k3jax.params import ParamSpec, Tree, abstract
@@ -40,15 +39,7 @@ def read_folder(path: str | Path, names: Collection[str] = ()) -> FolderConfig:
 
     Raises `ConfigError`.
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist; a model folder needs a config.json") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file} must hold an object, not {type(raw).__name__}")
+    raw = read_config_json(path)
     if is_draft(raw, names):
         return FolderConfig(raw=raw, model=DraftConfig.from_hf(raw))
     return FolderConfig(raw=raw, model=K3Config.from_hf(raw), vision=VisionConfig.from_hf(raw))
