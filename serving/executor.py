@@ -146,9 +146,10 @@ class DeviceExecutor:
         with self._watch.counting():
             self._count_cached = program.count_cached()
             self._put_cached_pages = program.put_cached_pages()
-            self._transfers = DeviceTransfers(program, store, self._on_device) if store is not None else None
+            self._transfers = DeviceTransfers(program, store, self) if store is not None else None
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._num_logprobs: dict[int, int] = {}
+        self._write_error: Exception | None = None
         self._is_closed = False
         self._warm_up()
         self._programs_at_ready = self._watch.num_programs
@@ -194,6 +195,8 @@ class DeviceExecutor:
         pieces: list[CachedTokens],
     ) -> StepOutputs:
         """On the dispatch thread."""
+        if self._write_error is not None:
+            raise self._write_error
         with self._watch.counting():
             for piece in page_pieces:
                 self._rows = self._put_cached_pages(self._rows, jax.device_put(piece, self._replicated))
@@ -201,15 +204,26 @@ class DeviceExecutor:
                 self._rows = self._count_cached(self._rows, jax.device_put(piece, self._replicated))
             return self._dispatch(shape, packed, extras)
 
-    def _on_device(self, job: Callable[[Pools], tuple[Pools, Any]]) -> concurrent.futures.Future:
+    def read(self, job: Callable[[Pools], Any]) -> concurrent.futures.Future:
         """Run `job` on the pools as all steps submitted so far leave them."""
 
         def run() -> Any:
             with self._watch.counting():
-                self._pools, value = job(self._pools)
-            return value
+                return job(self._pools)
 
         return self._dispatcher.submit(run)
+
+    def write(self, job: Callable[[Pools], Pools]) -> None:
+        """Replace the pools, behind all steps submitted so far; when that fails, the next step does."""
+
+        def run() -> None:
+            try:
+                with self._watch.counting():
+                    self._pools = job(self._pools)
+            except jax.errors.JaxRuntimeError as error:
+                self._write_error = error
+
+        self._dispatcher.submit(run)
 
     def _dispatch(self, shape: StepShape, packed: jax.Array, extras: StepExtras) -> StepOutputs:
         self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
@@ -246,6 +260,7 @@ class DeviceExecutor:
     def reset(self) -> None:
         """Rebuild empty pools and rows; anything in flight is forgotten."""
         self._wait_for_dispatch()
+        self._write_error = None
         self._in_flight.clear()
         if self._transfers is not None:
             self._transfers.reset()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -31,7 +32,16 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.0005
 
 
-OnDevice = Callable[[Callable[[Pools], tuple[Pools, Any]]], concurrent.futures.Future]
+class PoolQueue(Protocol):
+    """Runs functions of the pools on the dispatch thread, each as all steps submitted before it leave them."""
+
+    def read(self, job: Callable[[Pools], Any]) -> concurrent.futures.Future:
+        """Queue a function that leaves the pools alone; its error is its future's."""
+        ...
+
+    def write(self, job: Callable[[Pools], Pools]) -> None:
+        """Queue a function that consumes the pools; after an error the next step fails."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,16 +54,29 @@ class _Moving:
 
     @property
     def has_arrived(self) -> bool:
-        return self.values.done() and all(array.is_ready() for array in jax.tree.leaves(self.values.result()))
+        if not self.values.done() or self.values.exception() is not None:
+            return self.values.done()
+        return all(array.is_ready() for array in jax.tree.leaves(self.values.result()))
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the copies failed; ask once they have arrived."""
+        if self.values.exception() is not None:
+            return self.values.exception()
+        try:
+            jax.block_until_ready(self.values.result())
+        except jax.errors.JaxRuntimeError as error:
+            return error
+        return None
 
 
 class DeviceTransfers:
-    """Runs the transfers of one executor. `on_device` queues a function of the pools behind all steps so far."""
+    """Runs the transfers of one executor."""
 
-    def __init__(self, program: StepProgram, store: StateStore, on_device: OnDevice) -> None:
+    def __init__(self, program: StepProgram, store: StateStore, pools: PoolQueue) -> None:
         self._moves = compile_moves(program)
         self._store = store
-        self._on_device = on_device
+        self._pools = pools
         self._replicated = NamedSharding(program.mesh, REPLICATED)
         kinds = {memory.kind for memory in program.mesh.devices.flat[0].addressable_memories()}
         self._host_kind = "pinned_host" if "pinned_host" in kinds else None
@@ -66,19 +89,17 @@ class DeviceTransfers:
     def start(self, transfer: Transfer) -> None:
         """Queue the copies of `transfer`; never waits."""
         if transfer.kind is TransferKind.STORE:
-            values = self._on_device(lambda pools: (pools, self._copy_out(transfer, pools)))
+            values = self._pools.read(lambda pools: self._copy_out(transfer, pools))
         else:
             found = [self._store.get(entry.key) for entry in transfer.entries]
             if any(value is None for value in found):
                 self._failed.append(TransferResult(transfer_id=transfer.transfer_id, is_ok=False))
                 return
             values = concurrent.futures.Future()
-            values.set_result(
-                tuple(
-                    jax.device_put(value, self._device_shardings(entry))
-                    for entry, value in zip(transfer.entries, found, strict=True)
-                )
-            )
+            try:
+                values.set_result(self._copy_in(transfer, found))
+            except jax.errors.JaxRuntimeError as error:
+                values.set_exception(error)
         self._moving.append(_Moving(transfer=transfer, values=values))
 
     def finish(self, wait_s: float) -> tuple[TransferResult, ...]:
@@ -95,8 +116,11 @@ class DeviceTransfers:
                 waiting.append(moving)
                 continue
             is_ok = True
-            if moving.transfer.kind is TransferKind.LOAD:
-                self._on_device(lambda pools, moving=moving: (self._write(moving, pools), None))
+            if (error := moving.error) is not None:
+                logger.error("transfer %d failed: %s", moving.transfer.transfer_id, error)
+                is_ok = False
+            elif moving.transfer.kind is TransferKind.LOAD:
+                self._pools.write(functools.partial(self._write, moving))
             else:
                 is_ok = self._keep(moving)
             results.append(TransferResult(transfer_id=moving.transfer.transfer_id, is_ok=is_ok))
@@ -124,6 +148,13 @@ class DeviceTransfers:
             if entry.kind is EntryKind.SLOT:
                 values[entry] = self._moves.read_slot(pools.kda, pools.conv, self._id(entry))
         return tuple(jax.device_put(values[entry], self._host_shardings(values[entry])) for entry in transfer.entries)
+
+    def _copy_in(self, transfer: Transfer, values: list[Any]) -> tuple[Any, ...]:
+        """The entries on their way to the device, in their order."""
+        return tuple(
+            jax.device_put(value, self._device_shardings(entry))
+            for entry, value in zip(transfer.entries, values, strict=True)
+        )
 
     def _write(self, moving: _Moving, pools: Pools) -> Pools:
         arrived = dict(zip(moving.transfer.entries, moving.values.result(), strict=True))

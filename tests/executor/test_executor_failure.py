@@ -91,9 +91,8 @@ def test_nan_in_a_page_ends_its_request_only_and_the_page_can_be_used_again(exec
             if plan.step == 5:
                 (page,) = {p.page for old in self.plans for p in old.pages if p.row == plan.decode_rows[1]}
                 with in_float64():
-                    self.executor._on_device(
-                        lambda pools: (pools._replace(mla=pools.mla.at[:, page].set(jnp.nan)), None)
-                    ).result()
+                    self.executor.write(lambda pools: pools._replace(mla=pools.mla.at[:, page].set(jnp.nan)))
+                    self.executor._wait_for_dispatch()
             super().submit(plan)
 
     result = run(Poisoned(executor, num_rows=3), requests)

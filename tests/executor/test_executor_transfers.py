@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from serving.core.seam import DeviceFailure
 from serving.core.types import (
     EntryKind,
     PageAppend,
@@ -104,6 +105,40 @@ def test_a_load_of_a_lost_key_fails_and_writes_nothing(executor):
     assert not finished(executor, Transfer(transfer_id=1, kind=TransferKind.LOAD, entries=entries((1, 2), 1)))
     for got, wanted in zip(jax.tree.leaves(executor.slot(1)), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def broken(*_arguments):
+    raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+
+def test_a_store_that_cannot_read_fails_alone(executor, monkeypatch):
+    first = prefill(executor, 0, 0, 1, (1, 2), PROMPT)
+    monkeypatch.setattr(executor._transfers, "_copy_out", broken)
+    assert not finished(executor, Transfer(transfer_id=1, kind=TransferKind.STORE, entries=entries((1, 2), 1)))
+    assert len(first) == len(decode(executor, 1, 0, 1)) == 1
+
+
+def test_a_load_that_cannot_reach_the_device_fails_alone(executor, monkeypatch):
+    prefill(executor, 0, 0, 1, (1, 2), PROMPT)
+    assert finished(executor, Transfer(transfer_id=1, kind=TransferKind.STORE, entries=entries((1, 2), 1)))
+    monkeypatch.setattr(executor._transfers, "_copy_in", broken)
+    assert not finished(executor, Transfer(transfer_id=2, kind=TransferKind.LOAD, entries=entries((7, 8), 6)))
+    assert len(decode(executor, 1, 0, 1)) == 1
+    executor.forget([b"page0", b"page1", b"slot"])
+
+
+def test_a_load_that_fails_in_the_pools_fails_the_next_step(executor, monkeypatch):
+    """It was reported finished already: a step that read what is not there would be wrong in silence."""
+    prefill(executor, 0, 0, 1, (1, 2), PROMPT)
+    assert finished(executor, Transfer(transfer_id=1, kind=TransferKind.STORE, entries=entries((1, 2), 1)))
+    monkeypatch.setattr(executor._transfers, "_write", broken)
+    assert finished(executor, Transfer(transfer_id=2, kind=TransferKind.LOAD, entries=entries((7, 8), 6)))
+    executor.submit(StepPlan(step=5, decode_rows=(0,)))
+    with pytest.raises(DeviceFailure, match="step 5 failed: INTERNAL: injected"):
+        executor.collect()
+    executor.reset()
+    assert len(prefill(executor, 6, 0, 1, (1, 2), PROMPT)) == 1
+    executor.forget([b"page0", b"page1", b"slot"])
 
 
 def test_many_pages_move_in_batches(executor):
