@@ -44,7 +44,6 @@ class StepLoop:
         self._random = random.Random(seed)
         self._depth = 2 if overlap else 1  # steps in flight before one is read
         self._in_flight: deque[int] = deque()  # step numbers
-        self._num_moving = 0  # transfers under way
         self._is_recovering = False
         self._num_device_failures = 0
         self._seconds = {"plan": 0.0, "submit": 0.0, "device": 0.0, "apply": 0.0, "hidden": 0.0}
@@ -107,7 +106,7 @@ class StepLoop:
     def _dispatch(self) -> list[OutputDelta] | None:
         """Plan and submit one step. Deltas are returned when the turn ends here, None when a step is to be read."""
         started = self._clock()
-        if self._num_moving:
+        if self._scheduler.num_transfers:
             self._finish_transfers(0.0)
         plan = self._scheduler.plan()
         self._start_transfers()
@@ -144,15 +143,13 @@ class StepLoop:
             self._executor.forget(keys)
         for transfer in self._scheduler.transfers_to_start():
             self._executor.transfer(transfer)
-            self._num_moving += 1
 
     def _finish_transfers(self, wait_s: float) -> None:
         if results := self._executor.finished_transfers(wait_s):
-            self._num_moving -= len(results)
             self._scheduler.finish_transfers(results)
 
     def _wait_for_transfer(self) -> list[OutputDelta] | None:
-        if not self._num_moving:
+        if not self._scheduler.num_transfers:
             return None
         self._finish_transfers(_TRANSFER_WAIT_S)
         return []
@@ -177,6 +174,5 @@ class StepLoop:
         self._is_recovering = True
         self._num_device_failures += 1
         self._in_flight.clear()
-        self._num_moving = 0
         self._executor.reset()
         return self._scheduler.lose_device(f"The device failed twice while this request ran: {error}")

@@ -111,6 +111,11 @@ class Scheduler:
         """Plans whose result was not applied."""
         return len(self._state.in_flight)
 
+    @property
+    def num_transfers(self) -> int:
+        """Transfers that were planned and have not ended."""
+        return len(self._state.transfers)
+
     def add(self, request: GenerationRequest, *, seed: int) -> OutputDelta | None:
         """Queue `request`, or return its error when it can never run."""
         state = self._state
