@@ -170,6 +170,11 @@ class ServeConfig:
             return self.served_model_name
         return "demo" if self.model == "demo" else pathlib.Path(self.model).resolve().name
 
+    @property
+    def host_cache_bytes(self) -> int:
+        """Capacity of the host tier."""
+        return int(self.host_cache_gb * 10**9) if self.offload == "host" else 0
+
     def public(self) -> dict[str, Any]:
         """All settings, without the secret one."""
         values = dataclasses.asdict(self)

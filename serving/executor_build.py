@@ -7,7 +7,7 @@ import logging
 import os
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -20,6 +20,7 @@ from k3jax.pallas import dispatch
 from k3jax.programs import StepProgram
 from k3jax.sharding import rules
 from k3jax.sharding.mesh import make_mesh
+from k3jax.step import MixedBatch
 from serving.config import ConfigError, ServeConfig
 from serving.core.types import ExecutorLimits
 from serving.executor import DeviceExecutor
@@ -66,7 +67,7 @@ def build_executor(
         mesh=mesh,
         parallel=parallel,
         ops=ops,
-        mixed_batch="gather" if config.mixed_batch == "gather" else "zero-copy",
+        mixed_batch=cast(MixedBatch, config.mixed_batch),
         unstacked=platform == "cpu",
     )
     for choice in kernels:
@@ -85,7 +86,7 @@ def build_executor(
         vocab_size=model_config.vocab_size,
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
-        host_cache_bytes=int(config.host_cache_gb * 10**9) if config.offload == "host" else 0,
+        host_cache_bytes=config.host_cache_bytes,
         identity=state_identity(program, revision),
     )
     store = HostMemoryStore(limits.host_cache_bytes) if limits.host_cache_bytes else None

@@ -86,6 +86,7 @@ def _fake_executor(config: ServeConfig, model_config: K3Config, tokenizer: Token
         "num_slots": config.num_slots or (config.max_num_seqs + 1 if config.max_num_seqs else None),
         "num_pages": config.num_pages,
         "max_step_tokens": config.max_step_tokens,
+        "host_cache_bytes": config.host_cache_bytes,
         "max_model_len": config.max_model_len,
         "vocab_size": tokenizer.vocab_size if tokenizer else model_config.vocab_size,
     }

@@ -107,6 +107,13 @@ def test_a_host_cache_brings_a_store_and_its_identity_says_what_the_weights_are(
     assert len({built.limits.identity, *(each.limits.identity for each in others)}) == 5
 
 
+def test_a_host_cache_reaches_the_fake_executor_too(folder):
+    """D68: no flag is silently dead."""
+    engine, _, _ = launch.build_engine(ServeConfig(model=str(folder), load_format="fake", host_cache_gb=0.5))
+    engine.shutdown(0.0)
+    assert engine.limits.host_cache_bytes == 500_000_000
+
+
 def test_tp_makes_the_mesh_and_places_the_weights(monkeypatch, folder):
     executor = build(monkeypatch, folder, tp=4)
     assert executor.program.mesh.shape == {"tp": 4, "dcp": 1}
