@@ -33,8 +33,9 @@ from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
 from k3jax.step_inputs import StepShape  # noqa: E402
 from serving.core.policy import SchedulerPolicy  # noqa: E402
-from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams  # noqa: E402
+from serving.core.types import GenerationRequest, SamplingParams  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
+from serving.executor_limits import limits_of  # noqa: E402
 from serving.state.store import HostMemoryStore  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
@@ -112,18 +113,10 @@ class Bench:
             ops=ops,
             mixed_batch=mixed_batch,
         )
-        page_bytes, slot_bytes = cache.pool_bytes(self.config, self.dtype)
         store = HostMemoryStore(8 * 10**9)
-        limits = ExecutorLimits(
-            num_rows=ROWS,
-            num_pages=shape.num_pages,
-            num_slots=shape.num_slots,
-            page_size=cache.PAGE_SIZE,
+        limits = limits_of(
+            program,
             max_step_tokens=PREFILL[-1],
-            max_model_len=pages_per_row * cache.PAGE_SIZE,
-            vocab_size=self.config.vocab_size,
-            page_bytes=page_bytes,
-            slot_bytes=slot_bytes,
             host_cache_bytes=store.capacity_bytes,
             identity=f"bench {self.args.model}",
         )

@@ -31,8 +31,9 @@ from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
 from k3jax.step_inputs import StepShape  # noqa: E402
 from serving.core.policy import SchedulerPolicy  # noqa: E402
-from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams  # noqa: E402
+from serving.core.types import GenerationRequest, SamplingParams  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
+from serving.executor_limits import limits_of  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
 
@@ -124,15 +125,7 @@ def print_parts(program: StepProgram, weights: Any, ops: dispatch.Ops, args: arg
 
 def run_engine(program: StepProgram, weights: Any, args: argparse.Namespace, batches: list[int]) -> None:
     """Prompts and decode steps through scheduler, executor and step."""
-    limits = ExecutorLimits(
-        num_rows=program.cache_shape.num_rows,
-        num_pages=program.cache_shape.num_pages,
-        num_slots=program.cache_shape.num_slots,
-        page_size=cache.PAGE_SIZE,
-        max_step_tokens=args.prompt,
-        max_model_len=program.cache_shape.pages_per_row * cache.PAGE_SIZE,
-        vocab_size=program.config.vocab_size,
-    )
+    limits = limits_of(program, max_step_tokens=args.prompt)
     shapes = [
         StepShape(rows=r, prefill_tokens=p) for p in (0, args.prompt) for r in sorted({8, program.cache_shape.num_rows})
     ]

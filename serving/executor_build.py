@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import jax
 
-from k3jax import cache
 from k3jax import params as parameter_tree
 from k3jax.checkpoint_reader import open_checkpoint
 from k3jax.config import K3Config
@@ -22,9 +21,9 @@ from k3jax.sharding import rules
 from k3jax.sharding.mesh import make_mesh
 from k3jax.step import MixedBatch
 from serving.config import ConfigError, ServeConfig
-from serving.core.types import ExecutorLimits
 from serving.executor import DeviceExecutor
 from serving.executor_identity import state_identity, weights_revision
+from serving.executor_limits import limits_of
 from serving.sizing import MEMORY_FRACTION, plan_sizes
 from serving.state.store import HostMemoryStore
 
@@ -74,18 +73,11 @@ def build_executor(
         logger.info("%s runs on %s: %s", choice.op, choice.backend, choice.reason)
     logger.info("%s", sizes.describe())
     report("compiling programs")
-    page_bytes, slot_bytes = cache.pool_bytes(model_config, dtype)
     revision = f"random weights of seed {config.seed}" if checkpoint is None else weights_revision(checkpoint)
-    limits = ExecutorLimits(
-        num_rows=sizes.cache_shape.num_rows,
-        num_pages=sizes.cache_shape.num_pages,
-        num_slots=sizes.cache_shape.num_slots,
-        page_size=sizes.page_size,
+    limits = limits_of(
+        program,
         max_step_tokens=sizes.max_step_tokens,
         max_model_len=sizes.max_model_len,
-        vocab_size=model_config.vocab_size,
-        page_bytes=page_bytes,
-        slot_bytes=slot_bytes,
         host_cache_bytes=config.host_cache_bytes,
         identity=state_identity(program, revision),
     )

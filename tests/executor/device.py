@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax import cache, params, presets
-from k3jax.cache import PAGE_SIZE, CacheShape
+from k3jax import params, presets
+from k3jax.cache import CacheShape
 from k3jax.pallas import dispatch
 from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.sharding.rules import param_shardings
 from k3jax.step import MixedBatch
 from serving.core.types import (
-    ExecutorLimits,
     GenerationRequest,
     OutputDelta,
     SamplingParams,
@@ -30,6 +29,7 @@ from serving.core.types import (
     TransferResult,
 )
 from serving.executor import DeviceExecutor
+from serving.executor_limits import limits_of
 from serving.state.store import HostMemoryStore, StateStore
 from serving.step_loop import StepLoop
 from tests.core.driver import Ledger, run_to_end
@@ -69,20 +69,6 @@ def device_executor(
     cache_shape = CacheShape(
         num_rows=num_rows, num_pages=6 * num_rows + 1, num_slots=num_slots or num_rows + 1, pages_per_row=PAGES_PER_ROW
     )
-    page_bytes, slot_bytes = cache.pool_bytes(CONFIG, jnp.float64)
-    limits = ExecutorLimits(
-        num_rows=num_rows,
-        num_pages=cache_shape.num_pages,
-        num_slots=cache_shape.num_slots,
-        page_size=PAGE_SIZE,
-        max_step_tokens=max_step_tokens,
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=CONFIG.vocab_size,
-        page_bytes=page_bytes,
-        slot_bytes=slot_bytes,
-        host_cache_bytes=store.capacity_bytes if isinstance(store, HostMemoryStore) else 0,
-        identity=f"test model, tp {tp}",
-    )
     with in_float64():
         drawn = dict(params.flatten(random_params(CONFIG)))
         values = params.map_tree(lambda path, spec: jnp.asarray(drawn[path], spec.dtype(jnp.float64)), tree)
@@ -95,6 +81,13 @@ def device_executor(
             parallel=parallel,
             mixed_batch=mixed_batch,
             unstacked=True,
+        )
+        limits = limits_of(
+            program,
+            max_step_tokens=max_step_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            host_cache_bytes=store.capacity_bytes if isinstance(store, HostMemoryStore) else 0,
+            identity=f"test model, tp {tp}",
         )
         _, kernels = dispatch.choose("cpu")
         weights = jax.device_put(values, param_shardings(tree, mesh, parallel))

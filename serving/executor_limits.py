@@ -1,0 +1,33 @@
+"""What the scheduler has to know about a program's pools."""
+
+from __future__ import annotations
+
+from k3jax import cache
+from k3jax.programs import StepProgram
+from serving.core.types import ExecutorLimits
+
+
+def limits_of(
+    program: StepProgram,
+    *,
+    max_step_tokens: int,
+    max_model_len: int | None = None,
+    host_cache_bytes: int = 0,
+    identity: str = "",
+) -> ExecutorLimits:
+    """The limits of an executor of `program`; a sequence may fill its page table unless `max_model_len` says less."""
+    shape = program.cache_shape
+    page_bytes, slot_bytes = cache.pool_bytes(program.config, program.dtype)
+    return ExecutorLimits(
+        num_rows=shape.num_rows,
+        num_pages=shape.num_pages,
+        num_slots=shape.num_slots,
+        page_size=cache.PAGE_SIZE,
+        max_step_tokens=max_step_tokens,
+        max_model_len=max_model_len or shape.pages_per_row * cache.PAGE_SIZE,
+        vocab_size=program.config.vocab_size,
+        page_bytes=page_bytes,
+        slot_bytes=slot_bytes,
+        host_cache_bytes=host_cache_bytes,
+        identity=identity,
+    )
