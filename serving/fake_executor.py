@@ -248,7 +248,7 @@ class FakeExecutor:
             state = self._rows[row]
             state.read()
             if fault is not None and fault.kind == "nan" and (not fault.rows or row in fault.rows):
-                state.nan = state.nan or nan_context(plan.step)
+                state.nan = state.nan or nan_context(plan.step, row)
         for row in plan.decode_rows:
             self._rows[row].write_last()
         for chunk in plan.chunks:

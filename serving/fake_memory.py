@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from serving.core.types import EntryKind, ExecutorLimits, SlotCopy
 from serving.toy_model import ROOT
 
-_NAN = b"NaN of failure "
+_NAN = b"NaN of "
 
 
-def nan_context(failure: int) -> bytes:
-    """Return the context that failure number `failure` leaves behind."""
-    return _NAN + str(failure).encode()
+def nan_context(step: int, row: int) -> bytes:
+    """Return the context that a failure of `row` in `step` leaves behind: a report of one says nothing of another."""
+    return _NAN + f"row {row} in step {step}".encode()
 
 
 def is_nan(context: bytes) -> bool:

@@ -20,12 +20,21 @@ MEBIBYTE = 2**20
 BOUND_BYTES = 640 * MEBIBYTE
 
 
+# A process starts with the peak of the one that forked it, and pytest's may be gigabytes by now; this one's is small.
+MEASURE = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+print(usage.ru_maxrss * 1024)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
 def peak_bytes(*arguments: str) -> int:
     command = [sys.executable, REPOSITORY / "scripts" / "convert_checkpoint.py", *arguments]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stderr=subprocess.DEVNULL)
-    _, process.returncode, usage = os.wait4(process.pid, 0)
-    assert process.returncode == 0
-    return usage.ru_maxrss * 1024
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    measured = [sys.executable, "-c", MEASURE, *command]
+    return int(subprocess.run(measured, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def grow(folder: Path, sizes: list[int]) -> Path:
