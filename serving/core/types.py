@@ -91,6 +91,10 @@ class RowAdmission:
     num_cached: int = 0
     # The tokens of those positions, when the request's penalties count them; () otherwise.
     cached_token_ids: tuple[int, ...] = ()
+    # Positions the row has when its last token is sampled. A row that holds as many does nothing more: with drafts a
+    # step may be planned for a row that the step before it has finished. None: nothing ends it but its release.
+    end: int | None = None
+    may_draft: bool = True  # False: this row never verifies drafts
 
 
 class SlotCopy(NamedTuple):
@@ -120,6 +124,16 @@ class PrefillChunk:
     token_ids: tuple[int, ...]
     is_last: bool
     export: StateExport | None = None
+
+
+class BoundarySlot(NamedTuple):
+    """Where the state of decode row `row` goes, should the step cross a multiple of the block of 64 tokens.
+
+    Nobody owns the slot. Only with drafts: how far a step comes is known with its result.
+    """
+
+    row: int
+    slot: int
 
 
 class PageAppend(NamedTuple):
@@ -154,15 +168,26 @@ class StepPlan:
     decode_rows: tuple[int, ...] = ()
     chunks: tuple[PrefillChunk, ...] = ()
     token_masks: tuple[TokenMask, ...] = ()
+    # Drafts that the decode rows may verify together; the device takes the likeliest, at most `draft_tokens` a row and
+    # none of a row with a token mask. The pages of a row cover them all.
+    num_drafts: int = 0
+    boundary_slots: tuple[BoundarySlot, ...] = ()
 
 
 class RowResult(NamedTuple):
-    """What one row produced: tokens in order (one without drafts), or `is_nan` and no tokens."""
+    """What one row produced: tokens in order, or `is_nan` and no tokens.
+
+    Without drafts that is one token. With them it is the accepted drafts and one more, or none for a row that had
+    reached its end before.
+    """
 
     row: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     is_nan: bool = False
+    num_drafted: int = 0  # drafts verified
+    boundary: int = 0  # the position whose state is in the row's boundary slot now; 0: none was crossed
+    survival: tuple[float, ...] = ()  # for each of the row's next drafts, how likely it and those before it hold
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,4 +259,5 @@ class ExecutorLimits:
     page_bytes: int = 1  # of one page over all layers and ranks; with the next, what an eviction frees
     slot_bytes: int = 1
     host_cache_bytes: int = 0  # capacity of the state store; 0: none
+    draft_tokens: int = 0  # drafts a row may verify in one step; 0: no draft model
     identity: str = ""  # all that decides the bytes of pages and slots: model, dtypes, layout, mesh; root of the keys
