@@ -21,7 +21,7 @@ def take_result(state: SchedulerState, result: StepResult) -> list[OutputDelta]:
     deltas: list[OutputDelta] = []
     num_plain = 0
     for request, row in zip(dispatched.sampled, result.rows, strict=True):
-        _, token_ids, _, is_nan = row
+        _, token_ids, _, is_nan, _, _, _ = row
         # The common case in one piece: it runs for every row of every step.
         if request.is_plain and not is_nan and len(token_ids) == 1:
             tokens = request.tokens
