@@ -49,6 +49,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()  # generation ends after one of these; end-of-message ids included
     priority: int = 0  # smaller runs first
     cache_salt: str = ""
+    may_draft: bool = True  # False: drafts are never verified for it, as where a grammar masks its tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,8 @@ class PrefillChunk:
 class BoundarySlot(NamedTuple):
     """Where the state of decode row `row` goes, should the step cross a multiple of the block of 64 tokens.
 
-    Nobody owns the slot. Only with drafts: how far a step comes is known with its result.
+    Nobody owns the slot, and a row that crosses none leaves it as it is. Only with drafts: how far a step comes is known
+    with its result.
     """
 
     row: int
@@ -171,6 +173,7 @@ class StepPlan:
     # Drafts that the decode rows may verify together; the device takes the likeliest, at most `draft_tokens` a row and
     # none of a row with a token mask. The pages of a row cover them all.
     num_drafts: int = 0
+    is_drafting: bool = True  # False: the draft model does not run, the rows have nothing to verify in the next step
     boundary_slots: tuple[BoundarySlot, ...] = ()
 
 
@@ -242,6 +245,30 @@ class TransferResult:
     is_ok: bool = True
 
 
+class StepCost(NamedTuple):
+    """Measured seconds of a decode step: `tokens` tokens, drafts included, in the program that holds `rows` rows.
+
+    `draft_seconds` of them go into making the next drafts, and are saved by a plan that makes none.
+    """
+
+    rows: int
+    tokens: int
+    seconds: float
+    draft_seconds: float = 0.0
+
+
+class StepCost(NamedTuple):
+    """Measured time of a step without prompts: `rows` rows decode and verify `num_drafts` drafts together.
+
+    `is_drafting` says whether the draft model ran in it for the next step.
+    """
+
+    rows: int
+    num_drafts: int
+    is_drafting: bool
+    seconds: float
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorLimits:
     """What the device holds; the scheduler stays inside it, the front end refuses what can never fit."""
@@ -260,4 +287,6 @@ class ExecutorLimits:
     slot_bytes: int = 1
     host_cache_bytes: int = 0  # capacity of the state store; 0: none
     draft_tokens: int = 0  # drafts a row may verify in one step; 0: no draft model
+    step_costs: tuple[StepCost, ...] = ()  # measured at start for some counts of rows and drafts; (): unknown
+    step_costs: tuple[StepCost, ...] = ()  # by which the drafts to verify are chosen; (): all are verified
     identity: str = ""  # all that decides the bytes of pages and slots: model, dtypes, layout, mesh; root of the keys
