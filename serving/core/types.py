@@ -246,18 +246,6 @@ class TransferResult:
 
 
 class StepCost(NamedTuple):
-    """Measured seconds of a decode step: `tokens` tokens, drafts included, in the program that holds `rows` rows.
-
-    `draft_seconds` of them go into making the next drafts, and are saved by a plan that makes none.
-    """
-
-    rows: int
-    tokens: int
-    seconds: float
-    draft_seconds: float = 0.0
-
-
-class StepCost(NamedTuple):
     """Measured time of a step without prompts: `rows` rows decode and verify `num_drafts` drafts together.
 
     `is_drafting` says whether the draft model ran in it for the next step.
@@ -287,6 +275,5 @@ class ExecutorLimits:
     slot_bytes: int = 1
     host_cache_bytes: int = 0  # capacity of the state store; 0: none
     draft_tokens: int = 0  # drafts a row may verify in one step; 0: no draft model
-    step_costs: tuple[StepCost, ...] = ()  # measured at start for some counts of rows and drafts; (): unknown
-    step_costs: tuple[StepCost, ...] = ()  # by which the drafts to verify are chosen; (): all are verified
+    step_costs: tuple[StepCost, ...] = ()  # for some counts of rows and drafts; (): unknown, and all are verified
     identity: str = ""  # all that decides the bytes of pages and slots: model, dtypes, layout, mesh; root of the keys
