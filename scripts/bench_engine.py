@@ -9,9 +9,7 @@ Prints JSON lines. `--model slice` is the K3 rank slice of scripts/bench_slice.p
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import sys
@@ -25,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from engine_bench.harness import Resized, compare, emit, serve  # noqa: E402
 from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
 
 from k3jax import cache, params, presets  # noqa: E402
@@ -33,7 +32,6 @@ from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
 from k3jax.step_inputs import StepShape  # noqa: E402
 from serving.core.policy import SchedulerPolicy  # noqa: E402
-from serving.core.types import GenerationRequest, SamplingParams  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
 from serving.executor_limits import limits_of  # noqa: E402
 from serving.state.store import HostMemoryStore  # noqa: E402
@@ -42,26 +40,6 @@ from serving.step_loop import StepLoop  # noqa: E402
 SECTIONS = ("budget", "checkpoint", "overlap", "host", "mixed")
 PREFILL = (0, 512, 2048, 8192)
 ROWS = 16
-
-
-class Resized:
-    """An executor that tells the scheduler other limits than it has."""
-
-    def __init__(self, executor: DeviceExecutor, **changes: Any) -> None:
-        self._executor = executor
-        self.limits = dataclasses.replace(executor.limits, **changes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._executor, name)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a set of requests saw."""
-
-    ttft_s: list[float]
-    tokens_per_s: float
-    seconds: dict[str, float]
 
 
 def main() -> int:
@@ -93,7 +71,6 @@ class Bench:
         self.tree = params.abstract(self.config)
         self.weights = random_weights(self.config, self.tree, self.dtype)
         self.random = np.random.default_rng(0)
-        self.count = 0
         self.executor = self.build("zero-copy")
 
     def build(self, mixed_batch: Any) -> DeviceExecutor:
@@ -138,52 +115,11 @@ class Bench:
     def loop(self, executor: Any, overlap: bool = True, **policy: Any) -> StepLoop:
         return StepLoop(executor, clock=time.perf_counter, policy=SchedulerPolicy(**policy), overlap=overlap, seed=0)
 
-    def serve(self, loop: StepLoop, prompts: list[tuple[int, ...]], new_tokens: int, concurrency: int) -> Outcome:
-        """Keep `concurrency` requests going until all prompts were served."""
-        waiting = list(reversed(prompts))
-        started_at: dict[str, float] = {}
-        ttft: dict[str, float] = {}
-        before = dict(loop.stats().step_seconds)
-        started = time.perf_counter()
-        num_tokens, num_open = 0, 0
-        while waiting or num_open:
-            while waiting and num_open < concurrency:
-                self.count += 1
-                request = GenerationRequest(
-                    request_id=str(self.count),
-                    prompt_token_ids=waiting.pop(),
-                    max_tokens=new_tokens,
-                    sampling=SamplingParams(temperature=0.0),
-                )
-                started_at[request.request_id] = time.perf_counter()
-                if refused := loop.add(request):
-                    raise RuntimeError(refused[0].error)
-                num_open += 1
-            for delta in loop.step() or ():
-                if delta.error:
-                    raise RuntimeError(delta.error)
-                num_tokens += len(delta.token_ids)
-                ttft.setdefault(delta.request_id, time.perf_counter() - started_at[delta.request_id])
-                num_open -= delta.finish_reason is not None
-        took = time.perf_counter() - started
-        seconds = {name: value - before[name] for name, value in loop.stats().step_seconds.items()}
-        return Outcome(ttft_s=list(ttft.values()), tokens_per_s=num_tokens / took, seconds=seconds)
-
     def compare(self, name: str, ways: dict[str, Callable[[], float]], unit: str, **setting: Any) -> None:
-        """Run the ways in turn, several times, after one warm-up of each; print medians and the ratio to the first."""
-        values: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(self.args.repeats + 1):
-            for way, run in ways.items():
-                value = run()
-                if turn:
-                    values[way].append(value)
-        medians = {way: statistics.median(found) for way, found in values.items()}
-        first = next(iter(medians))
-        ratios = {f"{first} / {way}": medians[first] / value for way, value in medians.items() if way != first}
-        emit(bench=name, model=self.args.model, unit=unit, **setting, medians=medians, ratios=ratios)
+        compare(name, ways, unit, self.args.repeats, model=self.args.model, **setting)
 
     def ttft_ms(self, loop: StepLoop, prompt: tuple[int, ...]) -> float:
-        return 1e3 * self.serve(loop, [prompt], 2, 1).ttft_s[0]
+        return 1e3 * serve(loop, [prompt], 2, 1).ttft_s[0]
 
     def budget(self) -> None:
         """Alone at 8K: the published static rule for 1024 sequences and 7 draft slots leaves 1024 tokens a step."""
@@ -213,7 +149,7 @@ class Bench:
 
             def run(loop: StepLoop, concurrency: int = concurrency, shares: list[float] = shares) -> float:
                 prompts = [self.prompt(200) for _ in range(2 * concurrency)]
-                outcome = self.serve(loop, prompts, 64, concurrency)
+                outcome = serve(loop, prompts, 64, concurrency)
                 host = sum(outcome.seconds[name] for name in ("plan", "submit", "apply"))
                 shares.append(outcome.seconds["hidden"] / host)
                 return outcome.tokens_per_s
@@ -233,7 +169,7 @@ class Bench:
 
             def run(loop: StepLoop, concurrency: int = concurrency) -> float:
                 prompts = [self.prompt(2000) for _ in range(2 * concurrency)]
-                return self.serve(loop, prompts, 32, concurrency).tokens_per_s
+                return serve(loop, prompts, 32, concurrency).tokens_per_s
 
             runs = {name: lambda loop=loop, run=run: run(loop) for name, loop in ways.items()}
             self.compare("mixed batch", runs, "tokens/s", concurrency=concurrency, prompt=2000, new_tokens=32)
@@ -255,17 +191,6 @@ class Bench:
             self.compare("host tier", ways, "TTFT ms", prompt=length)
             hits = tiered.stats().prefix_host_hit_tokens_total // (self.args.repeats + 1)
             emit(bench="host tier", prompt=length, host_hit_tokens_per_run=hits)
-
-
-def emit(**fields: Any) -> None:
-    """One JSON line."""
-
-    def short(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: short(inner) for key, inner in value.items()}
-        return round(value, 3) if isinstance(value, float) else value
-
-    print(json.dumps(short(fields)), flush=True)
 
 
 if __name__ == "__main__":
