@@ -38,7 +38,7 @@ def write_pages(pool: Array, layer: int, latent: Array, writes: PageWrites) -> A
     return pool.at[layer, writes.page, writes.offset].set(values)
 
 
-class _Softmax(NamedTuple):
+class RunningSoftmax(NamedTuple):
     """Running softmax: maximum, sum and weighted values, wide."""
 
     top: Array
@@ -46,17 +46,17 @@ class _Softmax(NamedTuple):
     acc: Array
 
     @classmethod
-    def empty(cls, shape, width: int, dtype) -> _Softmax:
+    def empty(cls, shape, width: int, dtype) -> RunningSoftmax:
         return cls(jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype), jnp.zeros((*shape, width), dtype))
 
-    def add(self, scores, weigh) -> _Softmax:
+    def add(self, scores, weigh) -> RunningSoftmax:
         """Take in a block; scores are -inf where masked. A wholly masked block changes no bit."""
         top = jnp.maximum(self.top, jnp.max(scores, axis=-1))
         safe = jnp.where(jnp.isfinite(top), top, 0)
         old = jnp.exp(jnp.where(jnp.isfinite(self.top), self.top - safe, -jnp.inf))
         p = jnp.exp(scores - safe[..., None])
         total = self.total * old + jnp.sum(p, axis=-1)
-        return _Softmax(top, total, self.acc * old[..., None] + weigh(p))
+        return RunningSoftmax(top, total, self.acc * old[..., None] + weigh(p))
 
     def value(self) -> Array:
         return self.acc / jnp.where(self.total > 0, self.total, 1)[..., None]
@@ -76,15 +76,15 @@ def decode(
     rank = config.kv_lora_rank
     block = BLOCK_PAGES * PAGE_SIZE
 
-    def visit(index, softmax: _Softmax) -> _Softmax:
-        pages = _block_pages(page_table, index)
+    def visit(index, softmax: RunningSoftmax) -> RunningSoftmax:
+        pages = block_pages(page_table, index)
         cached = wide(pool[layer, pages]).reshape(pages.shape[0], block, -1)
         visible = index * block + jnp.arange(block) < lengths[:, None]
         cached = jnp.where(visible[..., None], cached, 0)
         scores = jnp.where(visible[:, None], mla._einsum("rhl,rsl->rhs", query, cached), -jnp.inf)
         return softmax.add(scores, lambda p: mla._einsum("rhs,rsl->rhl", p, cached[..., :rank]))
 
-    start = _Softmax.empty(query.shape[:2], rank, query.dtype)
+    start = RunningSoftmax.empty(query.shape[:2], rank, query.dtype)
     blocks = (jnp.max(lengths) + block - 1) // block
     latent = lax.fori_loop(0, blocks, visit, start).value()
     return mla.gate_output(mla.unabsorb_values(latent, params["kv_b"], config), projected.gate)
@@ -125,8 +125,8 @@ def prefill(
         query = wide(lax.dynamic_slice_in_dim(projected.q, token, QUERY_TILE)) * scale
         gate = lax.dynamic_slice_in_dim(projected.gate, token, QUERY_TILE)
 
-        def attend(step, softmax: _Softmax) -> _Softmax:
-            cached = pool[layer, _block_pages(table[None], step)[0]].reshape(block, -1)
+        def attend(step, softmax: RunningSoftmax) -> RunningSoftmax:
+            cached = pool[layer, block_pages(table[None], step)[0]].reshape(block, -1)
             at = step * block + jnp.arange(block)
             cached = jnp.where((at < first + tile.rows)[:, None], cached, 0).astype(gate.dtype)
             keys, values = mla.expand(cached, params["kv_b"], config)
@@ -134,7 +134,7 @@ def prefill(
             scores = jnp.where(at <= positions[:, None], scores, -jnp.inf)
             return softmax.add(scores, lambda p: mla._einsum("hqs,shv->hqv", p, wide(values)))
 
-        start = _Softmax.empty((query.shape[1], QUERY_TILE), config.v_head_dim, wide_dtype(gate.dtype))
+        start = RunningSoftmax.empty((query.shape[1], QUERY_TILE), config.v_head_dim, wide_dtype(gate.dtype))
         blocks = (first + tile.rows + block - 1) // block
         mixed = jnp.moveaxis(lax.fori_loop(0, blocks, attend, start).value(), 0, 1)
         return write_rows(out, mla.gate_output(mixed, gate), tile._replace(token=token))
@@ -142,6 +142,6 @@ def prefill(
     return lax.fori_loop(0, plan.count, visit, out)
 
 
-def _block_pages(page_table: Int[Array, "R P"], index) -> Int[Array, "R b"]:
+def block_pages(page_table: Int[Array, "R P"], index) -> Int[Array, "R b"]:
     """Pages of context block `index`; the table's width is a multiple of BLOCK_PAGES."""
     return lax.dynamic_slice_in_dim(page_table, index * BLOCK_PAGES, BLOCK_PAGES, axis=1)
