@@ -24,7 +24,7 @@ from k3jax.layers import HIGHEST, linear, rms_norm, wide
 from k3jax.params import Tree
 from k3jax.sharding.collectives import Parallel
 
-_einsum = functools.partial(jnp.einsum, precision=HIGHEST)
+einsum = functools.partial(jnp.einsum, precision=HIGHEST)
 
 
 class KeysValues(NamedTuple):
@@ -94,7 +94,7 @@ def stored_queries(
     if config.attention == "mla":
         nope = config.qk_nope_head_dim
         key_rows = wide(_heads_of_kv_b(weights, config)[:, :nope])
-        q = jnp.concatenate([_einsum("...hn,hnl->...hl", q[..., :nope], key_rows), q[..., nope:]], axis=-1)
+        q = jnp.concatenate([einsum("...hn,hnl->...hl", q[..., :nope], key_rows), q[..., nope:]], axis=-1)
     return q.reshape(*q.shape[:-2], groups, -1, q.shape[-1]) * score_scale(config)
 
 
@@ -113,7 +113,7 @@ def from_stored(weights: Tree, mixed: Float[Array, "*B N G V"], config: DraftCon
     """Heads' values, one behind the other, from weighted stored values. Wide."""
     if config.attention == "mla":
         value_rows = wide(_heads_of_kv_b(weights, config)[:, config.qk_nope_head_dim :])
-        mixed = _einsum("...hl,hvl->...hv", mixed[..., 0, :, :], value_rows)
+        mixed = einsum("...hl,hvl->...hv", mixed[..., 0, :, :], value_rows)
         return mixed.reshape(*mixed.shape[:-2], -1)
     return mixed.reshape(*mixed.shape[:-3], -1)
 
