@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from k3jax.cache import PROMPT_BIT
 from k3jax.layers import wide, wide_dtype
@@ -60,10 +60,7 @@ def sample(logits: Float[Array, "R X"], controls: Controls, live: Bool[Array, "R
     ids = first + jnp.arange(raw.shape[-1], dtype=jnp.int32)
 
     def stochastic():
-        temperature = jnp.where(controls.temperature > 0, controls.temperature, 1)[:, None]
-        # Relative to the best token, so that a temperature near 0 overflows to -inf for the others only.
-        best = parallel.pmax(jnp.max(adjusted, axis=-1, keepdims=True))
-        scaled = (adjusted - best) / temperature.astype(adjusted.dtype)
+        scaled = scale(adjusted, controls.temperature, parallel)
         threshold = keep_threshold(scaled, controls, parallel)
         noisy = scaled + gumbel(controls.seed, controls.position, ids, adjusted.dtype)
         kept = jnp.where(scaled >= threshold[:, None], noisy, -jnp.inf)
@@ -76,6 +73,11 @@ def sample(logits: Float[Array, "R X"], controls: Controls, live: Bool[Array, "R
 
 def adjust(logits: Float[Array, "R X"], controls: Controls, first, parallel: Parallel) -> Float[Array, "R X"]:
     """Repetition, frequency and presence penalties, then the bias list, then the allowed set."""
+    return allow(add_bias(penalise(logits, controls), controls, first), controls.allowed, first)
+
+
+def penalise(logits: Float[Array, "R X"], controls: Controls) -> Float[Array, "R X"]:
+    """Repetition penalty on every token seen, frequency and presence penalties on those of the output."""
     dtype = logits.dtype
     uses = (controls.counts & jnp.uint32(PROMPT_BIT - 1)).astype(dtype)
     repetition = controls.repetition[:, None].astype(dtype)
@@ -83,6 +85,12 @@ def adjust(logits: Float[Array, "R X"], controls: Controls, first, parallel: Par
     logits = jnp.where(controls.counts > 0, penalised, logits)
     logits -= controls.frequency[:, None].astype(dtype) * uses
     logits -= controls.presence[:, None].astype(dtype) * (uses > 0)
+    return logits
+
+
+def add_bias(logits: Float[Array, "R X"], controls: Controls, first) -> Float[Array, "R X"]:
+    """Add the bias lists to this rank's share of the vocabulary, which starts at token `first`."""
+    dtype = logits.dtype
 
     def with_bias():
         local = controls.bias_ids - first
@@ -92,10 +100,24 @@ def adjust(logits: Float[Array, "R X"], controls: Controls, first, parallel: Par
             controls.bias_values.astype(dtype), mode="drop"
         )
 
-    logits = lax.cond(jnp.any(controls.bias_ids >= 0), with_bias, lambda: logits)
+    return lax.cond(jnp.any(controls.bias_ids >= 0), with_bias, lambda: logits)
+
+
+def allow(logits: Float[Array, "R X"], allowed: UInt32[Array, "R words"], first) -> Float[Array, "R X"]:
+    """-inf for tokens whose bit is not set."""
     ids = first + jnp.arange(logits.shape[-1])
-    words = controls.allowed[:, ids // 32]
+    words = allowed[:, ids // 32]
     return jnp.where((words >> (ids % 32).astype(jnp.uint32)) & 1 == 1, logits, -jnp.inf)
+
+
+def scale(logits: Float[Array, "R X"], temperature: Float[Array, "R"], parallel: Parallel) -> Float[Array, "R X"]:
+    """Logits over the temperature, the best token at 0; temperature 0 counts as 1.
+
+    Relative to the best token, so that a temperature near 0 overflows to -inf for the others only.
+    """
+    temperature = jnp.where(temperature > 0, temperature, 1)[:, None]
+    best = parallel.pmax(jnp.max(logits, axis=-1, keepdims=True))
+    return (logits - best) / temperature.astype(logits.dtype)
 
 
 def argmax(values: Float[Array, "R X"], ids: Int[Array, "X"], parallel: Parallel) -> Int[Array, "R"]:
@@ -186,15 +208,19 @@ def logprobs(raw, token, ids, controls: Controls, live, parallel: Parallel):
 
 
 def gumbel(seed: Array, position: Int[Array, "R"], ids: Int[Array, "X"], dtype) -> Float[Array, "R X"]:
-    """Gumbel noise from Threefry-2x32 keyed by the row's seed, counting (position, token id).
+    """Gumbel noise: `uniform` numbers counting (position, token id)."""
+    return -jnp.log(-jnp.log1p(-uniform(seed, position, ids, dtype)))
 
-    All 32 bits count where the noise is large: the winner of 163,840 tokens lies in the last 2^-17 of the distribution,
-    where 24 bits would leave a hundred values and many ties.
+
+def uniform(seed: Array, position: Int[Array, "R"], ids: Int[Array, "X"], dtype) -> Float[Array, "R X"]:
+    """Numbers strictly between 0 and 1 from Threefry-2x32 keyed by the row's seed, counting (position, id).
+
+    All 32 bits count where they are small, which is where Gumbel noise is large: the winner of 163,840 tokens lies in
+    the last 2^-17 of the distribution, where 24 bits would leave a hundred values and many ties.
     """
     bits = threefry_2x32(seed[:, :1], seed[:, 1:], position[:, None].astype(jnp.uint32), ids[None].astype(jnp.uint32))
-    uniform = (bits.astype(wide_dtype(dtype)) + 0.5) * 2.0**-32
-    below_one = jnp.minimum(uniform, 1 - 2.0**-24)  # float32 rounds the largest to 1
-    return -jnp.log(-jnp.log1p(-below_one))
+    number = (bits.astype(wide_dtype(dtype)) + 0.5) * 2.0**-32
+    return jnp.minimum(number, 1 - 2.0**-24)  # float32 rounds the largest to 1
 
 
 def threefry_2x32(key0, key1, counter0, counter1):
