@@ -108,7 +108,23 @@ def fill(
     if parallel.degree > 1:
         check_divisible(tree, config, parallel)
     check(checkpoint, tree)
+    return fill_tree(checkpoint, tree, dtype, mesh, parallel, progress=progress, max_piece_bytes=max_piece_bytes)
 
+
+def fill_tree(
+    checkpoint: Checkpoint,
+    tree: Tree,
+    dtype: Any,
+    mesh: Mesh | None = None,
+    parallel: Parallel = SINGLE,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    max_piece_bytes: int = MAX_PIECE_BYTES,
+) -> Tree:
+    """The arrays of an abstract tree, whose tensors have been checked; tensors it does not name are left alone.
+
+    Raises `LoadError` for values that cannot be.
+    """
     stacks: dict[tuple[str, ...], _Stack] = {}
     pieces = []
     for path, spec in flatten(tree):
@@ -120,7 +136,8 @@ def fill(
     # File by file, so that a checkpoint larger than memory is read from the disk once.
     pieces.sort(key=lambda item: str(checkpoint.tensors[item[1].parts[0].source.name].file))
 
-    total = sum(t.num_bytes for name, t in checkpoint.tensors.items() if not is_skipped(name))
+    names = {part.source.name for _, piece in pieces for part in piece.parts}
+    total = sum(checkpoint.tensors[name].num_bytes for name in names)
     done = 0
     bad_values: list[str] = []
     for path, piece in pieces:
