@@ -38,11 +38,13 @@ class CacheShape:
 
 
 class Pools(NamedTuple):
-    """The three stacked pools."""
+    """The stacked pools; the last two exist with a draft model only (`k3jax.draft_state`)."""
 
     mla: Leaf  # [MLA layers, pages, 64, latent]
     kda: Leaf  # [KDA layers, slots, heads, V, K], wide
     conv: Leaf  # [KDA layers, slots, 3, 3 (q|k|v), width]: the last raw rows, oldest first
+    draft: Any = ()  # `draft_context.DraftPages`: keys and values of the draft's layers, in the same pages
+    records: Any = ()  # what verify leaves for commit, by lane of the step: nothing in them outlives it
 
 
 class Rows(NamedTuple):
@@ -65,6 +67,9 @@ class Rows(NamedTuple):
     bias_ids: Leaf  # [rows, MAX_LOGIT_BIAS] int32, -1 empty
     bias_values: Leaf  # [rows, MAX_LOGIT_BIAS] float32
     counts: Leaf  # [rows, vocabulary] uint32: occurrences in the output, PROMPT_BIT for the prompt
+    end: Leaf  # [rows] int32, `length` at which nothing more is written; used with drafts, as is the rest
+    may_draft: Leaf  # [rows] int32
+    drafts: Any = ()  # `draft_state.DraftRows`
 
 
 def pool_shapes(config: K3Config, shape: CacheShape, dtype) -> Pools:
@@ -104,6 +109,8 @@ def row_shapes(config: K3Config, shape: CacheShape) -> Rows:
         bias_ids=array(i32, MAX_LOGIT_BIAS),
         bias_values=array(f32, MAX_LOGIT_BIAS),
         counts=array(jnp.uint32, config.vocab_size),
+        end=array(i32),
+        may_draft=array(i32),
     )
 
 
@@ -119,8 +126,8 @@ def pool_specs(parallel: Parallel) -> Pools:
 
 def row_specs(parallel: Parallel) -> Rows:
     """Row state is replicated, the token counts are divided with the vocabulary."""
-    replicated = PartitionSpec()
-    return Rows(*(PartitionSpec(None, parallel.axes) if name == "counts" else replicated for name in Rows._fields))
+    specs = dict.fromkeys(Rows._fields, PartitionSpec()) | {"counts": PartitionSpec(None, parallel.axes), "drafts": ()}
+    return Rows(**specs)
 
 
 def pool_bytes(config: K3Config, dtype) -> tuple[int, int]:

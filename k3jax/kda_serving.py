@@ -45,7 +45,7 @@ def decode(
     """Advance the live rows by one token; dead rows write zeros to the null slot. Returns mixer output [R, W]."""
     slots = jnp.where(live, slots, 0)
     state, tail, mla, state_pool, conv_pool = lax.optimization_barrier(
-        (pools.kda[layer, slots], pools.conv[layer, slots], *pools)
+        (pools.kda[layer, slots], pools.conv[layer, slots], pools.mla, pools.kda, pools.conv)
     )
     state = jnp.where(live[:, None, None, None], state, 0)
     window = jnp.concatenate([jnp.where(live[:, None, None, None], tail, 0), projected.qkv[:, None]], axis=1)
@@ -57,7 +57,8 @@ def decode(
     keep = live[:, None, None, None]
     state_pool = state_pool.at[layer, slots].set(jnp.where(keep, state, 0))
     conv_pool = conv_pool.at[layer, slots].set(jnp.where(keep, window[:, 1:], 0))
-    return kda.finish(params, out, projected.gate, config), Pools(mla, state_pool, conv_pool)
+    pools = pools._replace(mla=mla, kda=state_pool, conv=conv_pool)
+    return kda.finish(params, out, projected.gate, config), pools
 
 
 def prefill(
@@ -112,7 +113,7 @@ def prefill(
         return out, _put(state_pool, new_state, layer, slot), _put(conv_pool, tail, layer, slot)
 
     out, state_pool, conv_pool = lax.fori_loop(0, plan.count, visit, (out, pools.kda, pools.conv))
-    return out, Pools(pools.mla, state_pool, conv_pool)
+    return out, pools._replace(kda=state_pool, conv=conv_pool)
 
 
 def copy_slots(pools: Pools, sources: Int[Array, "C"], targets: Int[Array, "C"], count: Int[Array, ""]) -> Pools:
@@ -127,7 +128,7 @@ def copy_slots(pools: Pools, sources: Int[Array, "C"], targets: Int[Array, "C"],
         return _put_slot(state_pool, state, target), _put_slot(conv_pool, tail, target)
 
     state_pool, conv_pool = lax.fori_loop(0, count, visit, (pools.kda, pools.conv))
-    return Pools(pools.mla, state_pool, conv_pool)
+    return pools._replace(kda=state_pool, conv=conv_pool)
 
 
 def _slot(pool, slot):

@@ -45,7 +45,7 @@ def rank_memory(tree: Tree, config: K3Config, dtype: Any, parallel: Parallel) ->
     shapes, specs = pool_shapes(config, one, dtype), pool_specs(parallel)
     mla, kda, conv = (
         _local_bytes(f"pool {name}", shape.shape, shape.dtype, spec, parallel)
-        for name, shape, spec in zip(Pools._fields, shapes, specs, strict=True)
+        for name, shape, spec in zip(Pools._fields[:3], shapes[:3], specs[:3], strict=True)
     )
     return RankMemory(parameters=parameter_bytes(tree, dtype, parallel), page=mla, slot=kda + conv)
 

@@ -30,11 +30,19 @@ def embed(params: Tree, token_ids: Int[Array, "*B"], parallel: Parallel = SINGLE
         return vocab_lookup(parallel, params["embed"], token_ids)
 
 
+def depth_mix(params: Tree, config: K3Config, layer: int, bank, x) -> Float[Array, "*B D"]:
+    """What layer `layer` reads before its norm; behind the last layer, what the output norm reads."""
+    if layer == config.num_hidden_layers:
+        return attn_res.mix(bank, x, params["out_res"]["norm"], params["out_res"]["proj"], config.rms_norm_eps)
+    block = params["block"]
+    norm, proj = block["attn_res_norm"][layer], block["attn_res_proj"][layer]
+    return attn_res.mix(bank, x, norm, proj, config.rms_norm_eps)
+
+
 def attention_input(params: Tree, config: K3Config, layer: int, bank, x) -> Float[Array, "*B D"]:
     """Depth mix over the old bank and x, then the norm in front of the mixer."""
-    block = layer_params(params, "block", layer)
-    mixed = attn_res.mix(bank, x, block["attn_res_norm"], block["attn_res_proj"], config.rms_norm_eps)
-    return rms_norm(mixed, block["attn_norm"], config.rms_norm_eps)
+    mixed = depth_mix(params, config, layer, bank, x)
+    return rms_norm(mixed, params["block"]["attn_norm"][layer], config.rms_norm_eps)
 
 
 def output_projection(params: Tree, config: K3Config, layer: int, mixed, parallel: Parallel = SINGLE):
@@ -69,7 +77,7 @@ def feed_forward(
 
 def output_norm(params: Tree, config: K3Config, bank, x) -> Float[Array, "*B D"]:
     """Output depth mix and final norm."""
-    mixed = attn_res.mix(bank, x, params["out_res"]["norm"], params["out_res"]["proj"], config.rms_norm_eps)
+    mixed = depth_mix(params, config, config.num_hidden_layers, bank, x)
     return rms_norm(mixed, params["norm"], config.rms_norm_eps)
 
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax import cache, page_tables, params, sampling, token_counts
+from k3jax import cache, draft_state, draft_step, page_tables, params, sampling, step, token_counts
 from k3jax.config import K3Config
+from k3jax.draft_state import Drafting
 from k3jax.pallas.dispatch import Ops
 from k3jax.sharding import rules
 from k3jax.sharding.collectives import Parallel
-from k3jax.step import MixedBatch, StepExtras, StepOutputs, step
+from k3jax.step import MixedBatch, StepExtras
 from k3jax.step_inputs import StepShape, packed_size
 
 REPLICATED = PartitionSpec()
@@ -33,7 +34,8 @@ class StepProgram:
     parallel: Parallel
     ops: Ops = Ops()
     mixed_batch: MixedBatch = "zero-copy"
-    unstacked: bool = False  # parameters as per-layer arrays, which XLA:CPU needs to use them in place
+    drafting: Drafting | None = None  # a draft model, whose parameters are `tree["draft"]`
+    unstacked: bool = False  # the target's parameters as per-layer arrays, which XLA:CPU needs to use them in place
 
     def param_specs(self) -> Any:
         """PartitionSpecs in the form the step takes parameters in."""
@@ -42,10 +44,34 @@ class StepProgram:
             return specs
         return params.map_tree(
             lambda path, spec: (
-                (PartitionSpec(*spec[1:]),) * self._spec(path).shape[0] if params.is_stacked(self._spec(path)) else spec
+                (PartitionSpec(*spec[1:]),) * self._spec(path).shape[0] if self._is_unstacked(path) else spec
             ),
             specs,
         )
+
+    def shape_of(self, *, rows: int, prefill_tokens: int) -> StepShape:
+        """A bucket of this program."""
+        drafts = self.drafting.tokens if self.drafting else 0
+        return StepShape(rows=rows, prefill_tokens=prefill_tokens, drafts=drafts)
+
+    def pool_shapes(self) -> cache.Pools:
+        """Abstract pools, unsharded."""
+        return draft_state.pool_shapes(self.config, self.cache_shape, self.dtype, self.drafting)
+
+    def pool_specs(self) -> cache.Pools:
+        """Their partition."""
+        return draft_state.pool_specs(self.parallel, self.drafting)
+
+    def row_shapes(self) -> cache.Rows:
+        """Abstract row state, unsharded."""
+        return draft_state.row_shapes(self.config, self.cache_shape, self.dtype, self.drafting)
+
+    def row_specs(self) -> cache.Rows:
+        """Its partition."""
+        return draft_state.row_specs(self.parallel, self.drafting)
+
+    def _is_unstacked(self, path: tuple[str, ...]) -> bool:
+        return path[0] != "draft" and params.is_stacked(self._spec(path))
 
     def _spec(self, path: tuple[str, ...]) -> params.ParamSpec:
         return functools.reduce(lambda node, name: node[name], path, self.tree)
@@ -57,26 +83,29 @@ class StepProgram:
         placed = self._placed(self._param_shapes(), self.param_specs())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
         # In a program, because taking a divided array apart outside one gathers it on a single device.
-        return jax.jit(lambda stacks: params.unstack(stacks, self.tree), out_shardings=shardings)(tree)
+        return jax.jit(self._unstack, out_shardings=shardings)(tree)
+
+    def _unstack(self, tree: Any) -> Any:
+        target = {name: group for name, group in tree.items() if name != "draft"}
+        return tree | params.unstack(target, {name: self.tree[name] for name in target})
 
     def function(self, shape: StepShape):
         """The step as a jitted function of (params, pools, rows, packed, extras); pools and rows are donated."""
         in_specs = (
             self.param_specs(),
-            cache.pool_specs(self.parallel),
-            cache.row_specs(self.parallel),
+            self.pool_specs(),
+            self.row_specs(),
             REPLICATED,
             StepExtras(REPLICATED, REPLICATED, REPLICATED),
         )
-        out_specs = (in_specs[1], in_specs[2], StepOutputs(*(REPLICATED,) * 5))
-        body = functools.partial(
-            step,
-            config=self.config,
-            shape=shape,
-            ops=self.ops,
-            parallel=self.parallel,
-            mixed_batch=self.mixed_batch,
-        )
+        shared = {"config": self.config, "shape": shape, "ops": self.ops, "parallel": self.parallel}
+        if self.drafting is None:
+            body = functools.partial(step.step, mixed_batch=self.mixed_batch, **shared)
+            outputs = step.StepOutputs(*(REPLICATED,) * len(step.StepOutputs._fields))
+        else:
+            body = functools.partial(draft_step.step, drafting=self.drafting, **shared)
+            outputs = draft_step.VerifyOutputs(*(REPLICATED,) * len(draft_step.VerifyOutputs._fields))
+        out_specs = (in_specs[1], in_specs[2], outputs)
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(mapped, donate_argnums=(1, 2))
 
@@ -94,10 +123,10 @@ class StepProgram:
         return self._row_program(page_tables.put_cached, page_tables.CachedPages(number, number, number, pages))
 
     def _row_program(self, body: Any, piece: Any) -> jax.stages.Compiled:
-        row_specs, piece_specs = cache.row_specs(self.parallel), jax.tree.map(lambda _: REPLICATED, piece)
+        row_specs, piece_specs = self.row_specs(), jax.tree.map(lambda _: REPLICATED, piece)
         specs = (row_specs, piece_specs)
         mapped = jax.shard_map(body, mesh=self.mesh, in_specs=specs, out_specs=row_specs, check_vma=False)
-        rows = self._placed(cache.row_shapes(self.config, self.cache_shape), row_specs)
+        rows = self._placed(self.row_shapes(), row_specs)
         return jax.jit(mapped, donate_argnums=0).lower(rows, self._placed(piece, piece_specs)).compile()
 
     def compile(self, shape: StepShape) -> jax.stages.Compiled:
@@ -115,8 +144,8 @@ class StepProgram:
         )
         return (
             self._placed(self._param_shapes(), self.param_specs()),
-            self._placed(cache.pool_shapes(self.config, self.cache_shape, self.dtype), cache.pool_specs(self.parallel)),
-            self._placed(cache.row_shapes(self.config, self.cache_shape), cache.row_specs(self.parallel)),
+            self._placed(self.pool_shapes(), self.pool_specs()),
+            self._placed(self.row_shapes(), self.row_specs()),
             self._placed(packed, REPLICATED),
             self._placed(extras, StepExtras(REPLICATED, REPLICATED, REPLICATED)),
         )
@@ -128,7 +157,7 @@ class StepProgram:
         return params.map_tree(
             lambda path, leaf: (
                 (jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),) * leaf.shape[0]
-                if params.is_stacked(self._spec(path))
+                if self._is_unstacked(path)
                 else leaf
             ),
             shapes,
@@ -142,7 +171,7 @@ class StepProgram:
 
     def fresh_state(self) -> tuple[cache.Pools, cache.Rows]:
         """Empty pools and rows on the devices."""
-        _, pools, rows, _, _ = self.operands(StepShape(rows=1, prefill_tokens=0))
+        _, pools, rows, _, _ = self.operands(self.shape_of(rows=1, prefill_tokens=0))
 
         def zeros():
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (pools, rows))

@@ -149,10 +149,9 @@ def commit(params: dict, records: Records, pools: Pools, chosen: Committed, conf
         return jnp.take_along_axis(window, at[None, :, :, None, None], axis=2)
 
     crossed = jnp.where((slots > 0) & (chosen.boundary > 0), chosen.boundary_slots, 0)
-    return Pools(
-        pools.mla,
-        _put(_put(pools.kda, crossed, at_boundary), slots, final),
-        _put(_put(pools.conv, crossed, tail(chosen.boundary)), slots, tail(chosen.accepted)),
+    return pools._replace(
+        kda=_put(_put(pools.kda, crossed, at_boundary), slots, final),
+        conv=_put(_put(pools.conv, crossed, tail(chosen.boundary)), slots, tail(chosen.accepted)),
     )
 
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from k3jax import cache
 from k3jax.cache import Pools
 from k3jax.programs import REPLICATED, StepProgram
 
@@ -24,31 +23,43 @@ SLOTS_PER_MOVE = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateMoves:
-    """Compiled moves. A page is [MLA layers, 64, latent]; a slot is state [KDA layers, H, V, K] and its conv tail."""
+    """Compiled moves. A page is [MLA layers, 64, latent] and what the draft keeps of the same positions; a slot is
+    state [KDA layers, H, V, K] and its conv tail."""
 
-    read_pages: Any  # (mla, ids [PAGES_PER_MOVE]) -> tuple of pages
-    write_pages: Any  # (mla, ids, tuple of pages) -> mla, donated
+    read_pages: Any  # (paged, ids [PAGES_PER_MOVE]) -> tuple of pages
+    write_pages: Any  # (paged, ids, tuple of pages) -> paged, donated
     read_slot: Any  # (kda, conv, id) -> (state, tail)
     write_slot: Any  # (kda, conv, id, (state, tail)) -> (kda, conv), donated
-    page: jax.ShapeDtypeStruct  # with its device sharding
+    page: Any  # abstract, with its device sharding
     slot: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+
+
+def paged(pools: Pools) -> tuple[Any, Any]:
+    """The pools that consist of pages."""
+    return pools.mla, pools.draft
+
+
+def with_paged(pools: Pools, pages: tuple[Any, Any]) -> Pools:
+    """`pools` with other pages."""
+    return pools._replace(mla=pages[0], draft=pages[1])
 
 
 def compile_moves(program: StepProgram) -> StateMoves:
     """Compile all four for the pools of `program`."""
-    mesh, specs = program.mesh, cache.pool_specs(program.parallel)
-    shapes = cache.pool_shapes(program.config, program.cache_shape, program.dtype)
-    pools = Pools(*(_placed(mesh, s.shape, s.dtype, spec) for s, spec in zip(shapes, specs, strict=True)))
+    mesh, specs, shapes = program.mesh, program.pool_specs(), program.pool_shapes()
+    specs, shapes = specs._replace(records=()), shapes._replace(records=())
+    pools = jax.tree.map(lambda s, spec: _placed(mesh, s.shape, s.dtype, spec), shapes, specs)
     # An entry lacks the second axis of its pool, the one that counts pages or slots.
-    entry_specs = Pools(*(PartitionSpec(*spec[:1], *spec[2:]) for spec in specs))
-    entries = Pools(
-        *(_placed(mesh, (s.shape[0], *s.shape[2:]), s.dtype, spec) for s, spec in zip(shapes, entry_specs, strict=True))
+    entry_specs = jax.tree.map(lambda _, spec: PartitionSpec(*spec[:1], *spec[2:]), shapes, specs)
+    entries = jax.tree.map(
+        lambda s, spec: _placed(mesh, (s.shape[0], *s.shape[2:]), s.dtype, spec), shapes, entry_specs
     )
+    paged_specs, page_entry_specs = paged(specs), paged(entry_specs)
     page_ids, slot_id = (
         _placed(mesh, (PAGES_PER_MOVE,), jnp.int32, REPLICATED),
         _placed(mesh, (), jnp.int32, REPLICATED),
     )
-    pages, page_specs = (entries.mla,) * PAGES_PER_MOVE, (entry_specs.mla,) * PAGES_PER_MOVE
+    pages, page_specs = (paged(entries),) * PAGES_PER_MOVE, (page_entry_specs,) * PAGES_PER_MOVE
     slot, slot_specs = (entries.kda, entries.conv), (entry_specs.kda, entry_specs.conv)
 
     def build(body, in_specs, out_specs, donated, operands):
@@ -56,9 +67,9 @@ def compile_moves(program: StepProgram) -> StateMoves:
         return jax.jit(mapped, donate_argnums=donated).lower(*operands).compile()
 
     return StateMoves(
-        read_pages=build(_read_pages, (specs.mla, REPLICATED), page_specs, (), (pools.mla, page_ids)),
+        read_pages=build(_read_pages, (paged_specs, REPLICATED), page_specs, (), (paged(pools), page_ids)),
         write_pages=build(
-            _write_pages, (specs.mla, REPLICATED, page_specs), specs.mla, (0,), (pools.mla, page_ids, pages)
+            _write_pages, (paged_specs, REPLICATED, page_specs), paged_specs, (0,), (paged(pools), page_ids, pages)
         ),
         read_slot=build(
             _read_slot, (specs.kda, specs.conv, REPLICATED), slot_specs, (), (pools.kda, pools.conv, slot_id)
@@ -70,7 +81,7 @@ def compile_moves(program: StepProgram) -> StateMoves:
             (0, 1),
             (pools.kda, pools.conv, slot_id, slot),
         ),
-        page=entries.mla,
+        page=paged(entries),
         slot=slot,
     )
 
@@ -87,14 +98,14 @@ def _put(pool, value, index):
     return lax.dynamic_update_index_in_dim(pool, value, index, axis=1)
 
 
-def _read_pages(mla, ids):
-    return tuple(_entry(mla, ids[i]) for i in range(PAGES_PER_MOVE))
+def _read_pages(pools, ids):
+    return tuple(jax.tree.map(lambda pool, i=i: _entry(pool, ids[i]), pools) for i in range(PAGES_PER_MOVE))
 
 
-def _write_pages(mla, ids, pages):
+def _write_pages(pools, ids, pages):
     for i in range(PAGES_PER_MOVE):
-        mla = _put(mla, pages[i], ids[i])
-    return mla
+        pools = jax.tree.map(lambda pool, page, i=i: _put(pool, page, ids[i]), pools, pages[i])
+    return pools
 
 
 def _read_slot(kda, conv, index):

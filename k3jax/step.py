@@ -9,14 +9,13 @@ vanish.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from k3jax import kda, kda_serving, mixed_gather, mla, mla_serving, model, sampling, token_counts
+from k3jax import kda_serving, mixed_gather, mla_serving, model, sampling, step_layers, token_counts
 from k3jax.cache import PAGE_SIZE, Leaf, Pools, Rows
 from k3jax.config import K3Config
 from k3jax.pallas.dispatch import Ops
@@ -66,7 +65,7 @@ def step(
     rows = admit(rows, inputs, extras, null_row)
     where = geometry(inputs, rows.length, shape, null_row)
     token_ids = lane_tokens(rows, inputs, shape)
-    rows = count_prompt(rows, inputs, where, shape, parallel)
+    rows = count_prompt(rows, inputs, where, shape.rows, shape, parallel)
     hidden, pools = run_layers(params, pools, rows, inputs, where, token_ids, config, shape, ops, parallel, mixed_batch)
     sampled = choose(params, rows, inputs, where, hidden, extras, parallel)
     return pools, commit(rows, inputs, where, sampled, null_row, parallel), StepOutputs(*sampled)
@@ -91,6 +90,8 @@ def admit(rows: Rows, inputs: StepInputs, extras: StepExtras, null_row: int) -> 
         num_logprobs=rows.num_logprobs.at[at].set(inputs.admit_logprobs),
         bias_ids=rows.bias_ids.at[at].set(extras.bias_ids),
         bias_values=rows.bias_values.at[at].set(extras.bias_values),
+        end=rows.end.at[at].set(inputs.admit_ends),
+        may_draft=rows.may_draft.at[at].set(inputs.admit_may_draft),
         counts=rows.counts.at[jnp.where(inputs.admit_is_counted > 0, null_row, at)].set(0),
         **updated,
     )
@@ -102,14 +103,19 @@ def lane_tokens(rows: Rows, inputs: StepInputs, shape: StepShape) -> jax.Array:
     return jnp.concatenate([rows.last_token[inputs.lane_rows], inputs.tokens, slack])
 
 
-def count_prompt(rows: Rows, inputs: StepInputs, where: Geometry, shape: StepShape, parallel: Parallel) -> Rows:
-    """Count the chunks' tokens: prompt tokens as seen, generated ones (of a resumed request) as output."""
+def count_prompt(
+    rows: Rows, inputs: StepInputs, where: Geometry, first_token, shape: StepShape, parallel: Parallel
+) -> Rows:
+    """Count the chunks' tokens, packed from `first_token` on: prompt tokens as seen, generated ones (of a resumed
+    request) as output."""
     if not shape.prefill_tokens:
         return rows
-    span = slice(shape.rows, shape.rows + shape.prefill_tokens)
-    row = where.token_row[span]
-    is_prompt = where.token_position[span] < rows.prompt_length[row]
-    counts = token_counts.count(rows.counts, row, inputs.tokens, where.token_live[span], is_prompt, parallel)
+    row, position, live = (
+        lax.dynamic_slice_in_dim(x, first_token, shape.prefill_tokens)
+        for x in (where.token_row, where.token_position, where.token_live)
+    )
+    is_prompt = position < rows.prompt_length[row]
+    counts = token_counts.count(rows.counts, row, inputs.tokens, live, is_prompt, parallel)
     return rows._replace(counts=counts)
 
 
@@ -127,12 +133,29 @@ def run_layers(
     mixed_batch: MixedBatch,
 ):
     """All layers over the packed batch. Returns the normed hidden rows of the lanes [R, D] and the pools."""
+    batch = MixerInputs(rows, inputs, where, page_writes(rows, where), chunks_of(rows, inputs, where, shape.rows))
+
+    def mix(layer, projected, pools):
+        return _mix(params, config, layer, projected, pools, batch, shape, ops, mixed_batch)
+
+    out = step_layers.run_layers(
+        params, token_ids, pools, mix, where.end, where.token_live, config, shape, ops, parallel
+    )
+    return step_layers.select_rows(params, config, out, where.sample_token), out.pools
+
+
+def page_writes(rows: Rows, where: Geometry) -> mla_serving.PageWrites:
+    """Where every token's latent goes."""
     page = rows.page_table[where.token_row, where.token_position // PAGE_SIZE]
-    writes = mla_serving.PageWrites(
+    return mla_serving.PageWrites(
         jnp.where(where.token_live, page, 0), where.token_position % PAGE_SIZE, where.token_live
     )
-    chunks = kda_serving.Chunks(
-        first_token=shape.rows,
+
+
+def chunks_of(rows: Rows, inputs: StepInputs, where: Geometry, first_token) -> kda_serving.Chunks:
+    """The step's chunks, packed from `first_token` on."""
+    return kda_serving.Chunks(
+        first_token=first_token,
         cu_seqlens=inputs.cu_seqlens,
         starts=inputs.chunk_starts,
         rows=where.chunk_rows,
@@ -140,27 +163,6 @@ def run_layers(
         export_offsets=inputs.export_offsets,
         export_slots=inputs.export_slots,
     )
-    mixer_inputs = MixerInputs(rows, inputs, where, writes, chunks)
-    x = model.embed(params, token_ids, parallel)
-    bank: list[jax.Array] = []
-    projected = _tiled(
-        shape,
-        where.end,
-        lambda x_t: _project(params, config, 0, model.attention_input(params, config, 0, [], x_t)),
-        (x,),
-    )
-    for layer in range(config.num_hidden_layers):
-        with jax.named_scope(f"layer{layer}/mixer"):
-            mixed, pools = _mix(params, config, layer, projected, pools, mixer_inputs, shape, ops, mixed_batch)
-        between = _between_mixers(params, config, layer, len(bank), ops, parallel)
-        with jax.named_scope(f"layer{layer}/tokens"):
-            new_x, projected = _tiled(shape, where.end, between, (x, mixed, where.token_live, *bank))
-        bank = [*bank, x] if config.is_snapshot(layer) else bank
-        x = new_x
-    with jax.named_scope("select_rows"):
-        at = jnp.clip(where.sample_token, 0, shape.num_tokens - 1)
-        hidden = model.output_norm(params, config, [v[at] for v in bank], x[at])
-    return hidden, pools
 
 
 class MixerInputs(NamedTuple):
@@ -171,46 +173,6 @@ class MixerInputs(NamedTuple):
     where: Geometry
     writes: mla_serving.PageWrites
     chunks: kda_serving.Chunks
-
-
-def _project(params: Tree, config: K3Config, layer: int, h):
-    weights = model.layer_params(params, config.mixer(layer), config.mixer_index(layer))
-    return (kda if config.mixer(layer) == "kda" else mla).project(weights, h, config)
-
-
-def _between_mixers(params: Tree, config: K3Config, layer: int, num_snapshots: int, ops: Ops, parallel: Parallel):
-    """Per-token work from one mixer's output to the next mixer's input."""
-
-    def run(x, mixed, live, *bank):
-        update = model.output_projection(params, config, layer, mixed, parallel)
-        if config.is_snapshot(layer):
-            bank, x = (*bank, x), update
-        else:
-            x = x + update
-        x = x + model.feed_forward(
-            params, config, layer, bank, x, run_experts=ops.routed_experts, parallel=parallel, live=live
-        )
-        if layer + 1 == config.num_hidden_layers:
-            return x, ()
-        return x, _project(params, config, layer + 1, model.attention_input(params, config, layer + 1, bank, x))
-
-    return run
-
-
-def _tiled(shape: StepShape, end, run: Callable, arrays: tuple):
-    """Apply a per-token function tile by tile up to the last live token. Rows never reached are zero."""
-    tile = shape.token_tile
-    if tile >= shape.num_tokens:
-        return run(*arrays)
-    blank = jax.eval_shape(run, *(jax.ShapeDtypeStruct((tile, *a.shape[1:]), a.dtype) for a in arrays))
-    outs = jax.tree.map(lambda s: jnp.zeros((shape.num_tokens, *s.shape[1:]), s.dtype), blank)
-
-    def visit(index, outs):
-        start = index * tile
-        parts = run(*(lax.dynamic_slice_in_dim(a, start, tile) for a in arrays))
-        return jax.tree.map(lambda out, part: lax.dynamic_update_slice_in_dim(out, part, start, 0), outs, parts)
-
-    return lax.fori_loop(0, (end + tile - 1) // tile, visit, outs)
 
 
 def _mix(
@@ -274,11 +236,10 @@ def commit(rows: Rows, inputs: StepInputs, where: Geometry, sampled, null_row: i
     row = jnp.where(lane_live, inputs.lane_rows, null_row)
     new_length = jnp.where(where.lane_is_decode, rows.length[row] + 1, where.lane_position)
     last = jnp.where(where.lane_samples, sampled.token, rows.last_token[row])
-    size = rows.counts.shape[1]
-    local = sampled.token - parallel.index() * size
-    inside = where.lane_samples & (local >= 0) & (local < size)
     return rows._replace(
         length=rows.length.at[row].set(jnp.where(lane_live, new_length, 0)),
         last_token=rows.last_token.at[row].set(last),
-        counts=rows.counts.at[row, jnp.where(inside, local, size)].add(jnp.uint32(1), mode="drop"),
+        counts=token_counts.count_output(
+            rows.counts, row, sampled.token[:, None], where.lane_samples[:, None], parallel
+        ),
     )

@@ -1,7 +1,8 @@
 """What one step uploads: deltas to the row state and the packed batch, as one int32 vector.
 
 A program is a `StepShape`: row lanes x prefill tokens. Lanes hold the decode rows first, then the rows of the chunks;
-the token axis holds one decode token per lane (padding included), then the chunks' tokens, packed.
+the token axis holds one decode token per lane (padding included), then the chunks' tokens, packed. With drafts a decode
+row brings as many tokens as are verified, and the chunks follow the last of them (`k3jax.verify_geometry`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,24 @@ class StepShape:
 
     rows: int  # decode rows + chunks at most
     prefill_tokens: int  # 0: decode only
+    drafts: int = 0  # that a decode row may verify
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Tokens of one decode row at most."""
+        return 1 + self.drafts
+
+    @property
+    def lane_tokens(self) -> int:
+        """Tokens of all decode rows at most."""
+        return self.rows * self.tokens_per_row
 
     @property
     def num_tokens(self) -> int:
-        """Length of the token axis: lanes, prefill tokens and the slack that the last chunk tile may run into."""
+        """Length of the token axis: decode rows, prefill tokens and the slack that the last chunk tile may run into."""
         if not self.prefill_tokens:
-            return self.rows
-        return self._in_tiles(self.rows + self.prefill_tokens + kda.CHUNK)
+            return self.lane_tokens
+        return self._in_tiles(self.lane_tokens + self.prefill_tokens + kda.CHUNK)
 
     @property
     def token_tile(self) -> int:
@@ -42,18 +54,19 @@ class StepShape:
         Every visit reads the weights again, and the last one may be mostly padding: with buckets of 512, 2048 and the
         budget, the smallest filling of the larger two costs at most twice what its exact size would.
         """
+        lanes = self.lane_tokens
         if not self.prefill_tokens:
-            return self.rows if self.rows <= 8 else max(8, self.rows // 4)
-        return -(-(self.rows + min(self.prefill_tokens // 4, MAX_TILE)) // 8) * 8
+            return lanes if lanes <= 8 else max(8, lanes // 4)
+        return -(-(lanes + min(self.prefill_tokens // 4, MAX_TILE)) // 8) * 8
 
     def _in_tiles(self, tokens: int) -> int:
         return -(-tokens // self.token_tile) * self.token_tile
 
     @property
     def max_pages(self) -> int:
-        """Pages a step may append: every decode row one, every chunk its tokens' worth and one more. Those of a prefix
-        cache are put beforehand."""
-        return 2 * self.rows + self.prefill_tokens // PAGE_SIZE
+        """Pages a step may append: every decode row one (with drafts two, since the step before it may still be
+        unread), every chunk its tokens' worth and one more. Those of a prefix cache are put beforehand."""
+        return (3 if self.drafts else 2) * self.rows + self.prefill_tokens // PAGE_SIZE
 
     @property
     def max_copies(self) -> int:
@@ -67,9 +80,13 @@ class StepInputs(NamedTuple):
     num_decode: Leaf  # []
     num_chunks: Leaf  # []
     num_copies: Leaf  # []
+    num_drafts: Leaf  # [] that all decode rows may verify together
+    is_drafting: Leaf  # [] 1: the draft model proposes for the next step
     copy_sources: Leaf  # [C] slots, copied one after the other before anything else
     copy_targets: Leaf  # [C]
     lane_rows: Leaf  # [R]
+    lane_is_masked: Leaf  # [R] 1: has an allowed set, which says nothing about the tokens after the next
+    boundary_slots: Leaf  # [R] for the state at a multiple of 64 that the lane's row may cross; 0: none
     chunk_starts: Leaf  # [R]
     cu_seqlens: Leaf  # [R + 1]
     chunk_is_last: Leaf  # [R]
@@ -88,6 +105,8 @@ class StepInputs(NamedTuple):
     admit_seeds: Leaf  # [R, 2], bits of uint32
     admit_top_k: Leaf  # [R]
     admit_logprobs: Leaf  # [R]
+    admit_ends: Leaf  # [R] positions of the row when its last token is sampled
+    admit_may_draft: Leaf  # [R]
     admit_floats: (
         np.ndarray | jax.Array
     )  # [R, 6], bits of float32: temperature top_p min_p presence frequency repetition
@@ -101,9 +120,13 @@ def layout(shape: StepShape) -> dict[str, tuple[int, ...]]:
         "num_decode": (),
         "num_chunks": (),
         "num_copies": (),
+        "num_drafts": (),
+        "is_drafting": (),
         "copy_sources": (shape.max_copies,),
         "copy_targets": (shape.max_copies,),
         "lane_rows": rows,
+        "lane_is_masked": rows,
+        "boundary_slots": rows,
         "chunk_starts": rows,
         "cu_seqlens": (shape.rows + 1,),
         "chunk_is_last": rows,
@@ -122,6 +145,8 @@ def layout(shape: StepShape) -> dict[str, tuple[int, ...]]:
         "admit_seeds": (*rows, 2),
         "admit_top_k": rows,
         "admit_logprobs": rows,
+        "admit_ends": rows,
+        "admit_may_draft": rows,
         "admit_floats": (*rows, 6),
     }
 

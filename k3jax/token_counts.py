@@ -35,6 +35,20 @@ def count(
     return counts.at[row, output_at].add(jnp.uint32(1), mode="drop")
 
 
+def count_output(
+    counts: UInt[Array, "rows X"],
+    row: Int[Array, "R"],
+    tokens: Int[Array, "R T"],
+    live: Bool[Array, "R T"],
+    parallel: Parallel,
+) -> UInt[Array, "rows X"]:
+    """Count tokens that rows have put out."""
+    size = counts.shape[1]
+    local = tokens - parallel.index() * size
+    inside = live & (local >= 0) & (local < size)
+    return counts.at[row[:, None], jnp.where(inside, local, size)].add(jnp.uint32(1), mode="drop")
+
+
 class CachedTokens(NamedTuple):
     """A piece of a row's cached tokens; every field int32."""
 

@@ -93,7 +93,7 @@ def check_step() -> bool:
     compiled = program.compile(StepShape(rows=64, prefill_tokens=512))
     pools = cache.pool_shapes(program.config, shape, program.dtype)
     names = {"bfloat16": "bf16", "float32": "f32"}
-    types = [ArrayType(names[pool.dtype.name], pool.shape) for pool in pools]
+    types = [ArrayType(names[pool.dtype.name], pool.shape) for pool in jax.tree.leaves(pools)]
     copies = pool_copies(parse(compiled.as_text()), types)
     memory = compiled.memory_analysis()
     sizes = [math.prod(pool.shape[1:]) * pool.dtype.itemsize for pool in (pools.mla, pools.kda)]

@@ -19,6 +19,9 @@ TOKEN_BUDGETS = ("adaptive", "additive", "static")
 CHECKPOINTS = ("internal", "split", "off")
 MIXED_BATCHES = ("zero-copy", "gather")
 OFFLOADS = ("host", "none")
+ROLLBACKS = ("replay", "snapshot")
+REJECTION_RULES = ("standard", "block")
+NO_DRAFT = "none"
 
 # Settings that only mean something when a device runs the step; `--load-format fake` refuses them.
 DEVICE_SETTINGS = (
@@ -30,7 +33,9 @@ DEVICE_SETTINGS = (
     "compile_cache",
     "mixed_batch",
     "checkpoint_share",
+    "draft",
 )
+DRAFT_SETTINGS = ("draft_tokens", "state_rollback", "rejection_sampling", "adaptive_verification")
 
 
 class ConfigError(ValueError):
@@ -95,6 +100,33 @@ class ServeConfig:
     )
     reserve_draft_slots: int | None = setting(
         None, "scheduling", "draft queries charged per request; unset: what the draft model needs, else 0", metavar="N"
+    )
+    draft: str | None = setting(
+        None,
+        "speculation",
+        "folder of a DSpark draft, or `none`; unset: the demo's own with --model demo, else none",
+        metavar="none|PATH",
+    )
+    draft_tokens: int | None = setting(
+        None, "speculation", "drafts a request may have verified in one step; unset: the draft's block", metavar="K"
+    )
+    state_rollback: str | None = setting(
+        None,
+        "speculation",
+        "how KDA state returns to the last accepted token: `replay` rebuilds it from records, `snapshot` keeps one "
+        "state per token (to compare); unset: replay",
+        choices=ROLLBACKS,
+    )
+    rejection_sampling: str | None = setting(
+        None,
+        "speculation",
+        "at a temperature: `standard` judges draft by draft, `block` the block as a whole; unset: standard",
+        choices=REJECTION_RULES,
+    )
+    adaptive_verification: bool | None = setting(
+        None,
+        "speculation",
+        "verify only as many drafts as pay, by their chances and the steps' measured costs; unset: yes",
     )
     mixed_batch: str = setting(
         "zero-copy",
@@ -171,6 +203,27 @@ class ServeConfig:
         return "demo" if self.model == "demo" else pathlib.Path(self.model).resolve().name
 
     @property
+    def wants_draft(self) -> bool:
+        """Whether a draft is named; the demo's own is taken without being named, when it fits the other settings."""
+        return self.draft is not None and self.draft != NO_DRAFT
+
+    @property
+    def may_take_own_draft(self) -> bool:
+        """Whether the demo's own draft is to be used."""
+        return self.draft is None and self.model == "demo" and self.draft_exclusion is None
+
+    @property
+    def draft_exclusion(self) -> str | None:
+        """The setting that excludes drafts, and why."""
+        if self.mixed_batch == "gather":
+            return "--mixed-batch=gather, which has no way to pick out rows of several tokens"
+        if self.load_format == "dummy" and self.draft is None:
+            return "--load-format=dummy, whose random model no draft was trained for"
+        if self.load_format == "fake":
+            return "--load-format=fake, which runs no model"
+        return None
+
+    @property
     def host_cache_bytes(self) -> int:
         """Capacity of the host tier."""
         return int(self.host_cache_gb * 10**9) if self.offload == "host" else 0
@@ -185,7 +238,7 @@ class ServeConfig:
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             value = getattr(self, field.name)
-            if choices and value not in choices:
+            if choices and value not in choices and not (value is None and field.default is None):
                 raise ConfigError(f"{flag_name(field.name)}={value!r} is unknown. Use one of {', '.join(choices)}.")
 
     def _check_ranges(self) -> None:
@@ -199,6 +252,7 @@ class ServeConfig:
             _require(self, name, lambda value: value >= 1, "Use 1 or more.")
         for name in ("max_model_len", "num_pages", "num_slots"):
             _require(self, name, lambda value: value >= 2, "Use 2 or more.")
+        _require(self, "draft_tokens", lambda value: 1 <= value <= 15, "Use 1 to 15.")
         _require(self, "reserve_draft_slots", lambda value: value >= 0, "Use 0 or more.")
         _require(self, "checkpoint_stride", lambda value: value >= 64 and value % 64 == 0, "Use a multiple of 64.")
         _require(self, "checkpoint_every", lambda value: value >= 0 and value % 64 == 0, "Use 0 or a multiple of 64.")
@@ -221,6 +275,7 @@ class ServeConfig:
                 "which fixes the pool. Give one of them."
             )
         self._check_prefix_cache()
+        self._check_drafts()
         if self.load_format == "fake":
             for field in dataclasses.fields(self):
                 if field.name in DEVICE_SETTINGS and getattr(self, field.name) != field.default:
@@ -240,6 +295,22 @@ class ServeConfig:
             self._refuse_beside("checkpoint_share", f"--num-slots={self.num_slots}", "which fixes the slots")
         if self.offload == "none":
             self._refuse_beside("host_cache_gb", "--offload=none", "which moves nothing")
+
+    def _check_drafts(self) -> None:
+        if self.draft is not None and not self.draft.strip():
+            raise ConfigError("--draft is empty. Use `none` or the folder of a draft.")
+        if self.wants_draft and (why := self.draft_exclusion) is not None:
+            raise ConfigError(f"--draft={self.draft} cannot be used beside {why}. Leave one of them out.")
+        if not self.wants_draft and not self.may_take_own_draft:
+            without = "beside --draft=none" if self.draft == NO_DRAFT else "without a draft"
+            if self.draft is None and self.model == "demo":
+                without = f"beside {self.draft_exclusion}"
+            for name in DRAFT_SETTINGS:
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(
+                        f"{flag_name(name)}={value} has no effect {without}: nothing is drafted. "
+                        "Leave it out, or give the folder of a draft with --draft."
+                    )
 
     def _refuse_beside(self, name: str, other: str, why: str) -> None:
         """Raise when `name` was given although `other` takes its effect away."""

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from k3jax.cache import Pools, Rows
+from k3jax.draft_step import VerifyOutputs
 from k3jax.page_tables import CachedPages
 from k3jax.pallas.dispatch import Choice
 from k3jax.program_cache import load_or_compile
@@ -26,17 +27,16 @@ from k3jax.programs import REPLICATED, StepProgram
 from k3jax.step import StepExtras, StepOutputs
 from k3jax.step_inputs import StepShape, pack
 from k3jax.token_counts import CachedTokens
-from serving import executor_plan
+from serving import executor_costs, executor_plan
 from serving.core.seam import DeviceFailure, StepRejected
 from serving.core.types import (
     ExecutorLimits,
-    RowResult,
     StepPlan,
     StepResult,
-    TokenLogprobs,
     Transfer,
     TransferResult,
 )
+from serving.executor_results import result_of
 from serving.executor_transfers import DeviceTransfers
 from serving.state.store import StateStore
 
@@ -98,7 +98,7 @@ class CompileWatch:
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
     plan: StepPlan
-    outputs: concurrent.futures.Future[StepOutputs]
+    outputs: concurrent.futures.Future[StepOutputs | VerifyOutputs]
     num_logprobs: Mapping[int, int]  # by row; kept here since a row may have another request when this is read
 
 
@@ -119,12 +119,14 @@ class DeviceExecutor:
         cache: pathlib.Path | None = None,
         store: StateStore | None = None,
         shapes: Iterable[StepShape] | None = None,
+        measures_costs: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Compile every bucket and allocate the pools. `params` are the loaded stacks; they are consumed.
 
         `store` takes what leaves the device; without one `transfer` cannot be used. `shapes` are the buckets to compile
-        when not all that the limits call for are wanted; a plan that fits none is rejected.
+        when not all that the limits call for are wanted; a plan that fits none is rejected. `measures_costs` fills in
+        `limits.step_costs` of a program with drafts.
         """
         self.limits = limits
         self._program = program
@@ -134,7 +136,9 @@ class DeviceExecutor:
         self._replicated = NamedSharding(program.mesh, REPLICATED)
         self._watch = CompileWatch()
         self._shapes = (
-            executor_plan.buckets(limits.num_rows, limits.max_step_tokens) if shapes is None else tuple(shapes)
+            executor_plan.buckets(limits.num_rows, limits.max_step_tokens, limits.draft_tokens)
+            if shapes is None
+            else tuple(shapes)
         )
         self._compiled, self.compile_report = self._compile_all(progress)
         self._neutral = {
@@ -152,6 +156,12 @@ class DeviceExecutor:
         self._write_error: Exception | None = None
         self._is_closed = False
         self._warm_up()
+        if measures_costs and limits.draft_tokens:
+            if progress:
+                progress("measuring steps with drafts")
+            costs = executor_costs.measure(self, self._row_buckets, program.cache_shape)
+            self.limits = dataclasses.replace(limits, step_costs=costs)
+            self.reset()
         self._programs_at_ready = self._watch.num_programs
 
     @property
@@ -193,7 +203,7 @@ class DeviceExecutor:
         extras: StepExtras,
         page_pieces: list[CachedPages],
         pieces: list[CachedTokens],
-    ) -> StepOutputs:
+    ) -> StepOutputs | VerifyOutputs:
         """On the dispatch thread."""
         if self._write_error is not None:
             raise self._write_error
@@ -225,7 +235,7 @@ class DeviceExecutor:
 
         self._dispatcher.submit(run)
 
-    def _dispatch(self, shape: StepShape, packed: jax.Array, extras: StepExtras) -> StepOutputs:
+    def _dispatch(self, shape: StepShape, packed: jax.Array, extras: StepExtras) -> StepOutputs | VerifyOutputs:
         self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
         return outputs
 
@@ -237,7 +247,7 @@ class DeviceExecutor:
                 outputs = jax.device_get(step.outputs.result())
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
-        return _result(step.plan, outputs, step.num_logprobs)
+        return result_of(step.plan, outputs, step.num_logprobs)
 
     def transfer(self, transfer: Transfer) -> None:
         """Start a copy to or from the state store; never waits."""
@@ -369,25 +379,3 @@ class DeviceExecutor:
         if mask is not None:
             extras = extras._replace(allowed=jax.device_put(mask, self._replicated))
         return extras
-
-
-def _result(plan: StepPlan, outputs: StepOutputs, num_logprobs: Mapping[int, int]) -> StepResult:
-    """What the host reads, by row."""
-    sampled = [(lane, row) for lane, row in enumerate(plan.decode_rows)]
-    first_chunk = len(plan.decode_rows)
-    sampled += [(first_chunk + i, chunk.row) for i, chunk in enumerate(plan.chunks) if chunk.is_last]
-    tokens, is_nan = outputs.token.tolist(), outputs.is_nan.tolist()  # one conversion each, not one per lane
-    rows = []
-    for lane, row in sampled:
-        if is_nan[lane]:
-            rows.append(RowResult(row=row, token_ids=(), is_nan=True))
-        else:
-            count = num_logprobs.get(row)
-            logprobs = () if count is None else (_logprobs(lane, count, outputs),)
-            rows.append(RowResult(row=row, token_ids=(tokens[lane],), logprobs=logprobs))
-    return StepResult(step=plan.step, rows=tuple(rows))
-
-
-def _logprobs(lane: int, count: int, outputs: StepOutputs) -> TokenLogprobs:
-    top = zip(outputs.top_ids[lane, :count].tolist(), outputs.top_logprobs[lane, :count].tolist(), strict=True)
-    return TokenLogprobs(chosen=float(outputs.logprob[lane]), top=tuple(top))

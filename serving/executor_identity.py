@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
+import jax
+
 from k3jax import cache
 from k3jax.checkpoint_reader import Checkpoint
 from k3jax.programs import StepProgram
@@ -18,12 +20,10 @@ def state_identity(program: StepProgram, revision: str) -> str:
             revision,
             str(program.dtype),
             cache.PAGE_SIZE,
-            [
-                (str(s.dtype), s.shape[2:])
-                for s in cache.pool_shapes(program.config, program.cache_shape, program.dtype)
-            ],
+            [(str(s.dtype), s.shape[2:]) for s in jax.tree.leaves(program.pool_shapes()._replace(records=()))],
             program.mesh.shape_tuple,
             program.parallel,
+            None if program.drafting is None else program.drafting.config,
             [(op.__module__, op.__qualname__) for op in dataclasses.astuple(program.ops)],
         )
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from k3jax import cache
+from k3jax import cache, draft_state
 from k3jax.programs import StepProgram
 from serving.core.types import ExecutorLimits
 
@@ -17,7 +17,7 @@ def limits_of(
 ) -> ExecutorLimits:
     """The limits of an executor of `program`; a sequence may fill its page table unless `max_model_len` says less."""
     shape = program.cache_shape
-    page_bytes, slot_bytes = cache.pool_bytes(program.config, program.dtype)
+    page_bytes, slot_bytes = draft_state.pool_bytes(program.config, program.dtype, program.drafting)
     return ExecutorLimits(
         num_rows=shape.num_rows,
         num_pages=shape.num_pages,
@@ -29,5 +29,6 @@ def limits_of(
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
         host_cache_bytes=host_cache_bytes,
+        draft_tokens=program.drafting.tokens if program.drafting else 0,
         identity=identity,
     )

@@ -22,11 +22,11 @@ ROW_BUCKETS = (8, 32, 128)
 PREFILL_BUCKETS = (0, 512, 2048)
 
 
-def buckets(max_rows: int, max_prefill: int) -> tuple[StepShape, ...]:
+def buckets(max_rows: int, max_prefill: int, drafts: int = 0) -> tuple[StepShape, ...]:
     """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact."""
     rows = [r for r in ROW_BUCKETS if r < max_rows] + [max_rows]
     prefill = [p for p in PREFILL_BUCKETS if p < max_prefill] + [max_prefill]
-    return tuple(StepShape(rows=r, prefill_tokens=p) for p in prefill for r in rows)
+    return tuple(StepShape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows)
 
 
 def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
@@ -55,6 +55,7 @@ def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
     _check_ids("row", lanes, 0, cache.num_rows)
     if len(set(lanes)) < len(lanes):
         raise StepRejected(f"a row occurs twice in the step's rows {lanes}")
+    _draft(inputs, plan, lanes, shape, cache)
     inputs.num_decode[...] = len(plan.decode_rows)
     inputs.num_chunks[...] = len(plan.chunks)
     inputs.lane_rows[: len(lanes)] = lanes
@@ -91,6 +92,24 @@ def _copy(inputs: StepInputs, plan: StepPlan, cache: CacheShape) -> None:
     inputs.copy_sources[:count], inputs.copy_targets[:count] = sources, targets
 
 
+def _draft(inputs: StepInputs, plan: StepPlan, lanes: Sequence[int], shape: StepShape, cache: CacheShape) -> None:
+    """What a step with drafts needs beside rows and chunks; a plan without drafts leaves it neutral."""
+    most = shape.drafts * len(plan.decode_rows)
+    if not 0 <= plan.num_drafts <= most:
+        raise StepRejected(f"{plan.num_drafts} drafts are to be verified, {len(plan.decode_rows)} rows have {most}")
+    inputs.num_drafts[...], inputs.is_drafting[...] = plan.num_drafts, plan.is_drafting
+    for mask in plan.token_masks:
+        if mask.row in lanes:
+            inputs.lane_is_masked[lanes.index(mask.row)] = 1
+    if plan.boundary_slots and not shape.drafts:
+        raise StepRejected("a boundary slot was planned for a step without drafts")
+    _check_ids("slot", [boundary.slot for boundary in plan.boundary_slots], 1, cache.num_slots)
+    for row, slot in plan.boundary_slots:
+        if row not in plan.decode_rows:
+            raise StepRejected(f"row {row} has a boundary slot and does not decode")
+        inputs.boundary_slots[plan.decode_rows.index(row)] = slot
+
+
 def _export(inputs: StepInputs, i: int, chunk: PrefillChunk, cache: CacheShape) -> None:
     assert chunk.export is not None
     position, end = chunk.export.position, chunk.start + len(chunk.token_ids)
@@ -114,6 +133,8 @@ def _admit(inputs: StepInputs, i: int, admission: RowAdmission, cache: CacheShap
     inputs.admit_prompt_length[i] = np.iinfo(np.int32).max if known is None else known
     inputs.admit_seeds[i] = np.array([admission.seed & 0xFFFFFFFF, admission.seed >> 32], np.uint32).view(np.int32)
     inputs.admit_top_k[i] = sampling.top_k
+    inputs.admit_ends[i] = np.iinfo(np.int32).max if admission.end is None else admission.end
+    inputs.admit_may_draft[i] = admission.may_draft
     inputs.admit_logprobs[i] = -1 if sampling.logprobs is None else sampling.logprobs
     floats = (
         sampling.temperature,

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 
 from k3jax.cache import Pools
 from k3jax.programs import REPLICATED, StepProgram
-from k3jax.state_moves import PAGES_PER_MOVE, compile_moves
+from k3jax.state_moves import PAGES_PER_MOVE, compile_moves, paged, with_paged
 from serving.core.types import EntryKind, Transfer, TransferEntry, TransferKind, TransferResult
 from serving.state.store import StateStore
 
@@ -82,8 +82,8 @@ class DeviceTransfers:
         self._host_kind = "pinned_host" if "pinned_host" in kinds else None
         self._moving: collections.deque[_Moving] = collections.deque()
         self._failed: list[TransferResult] = []
-        self._empty_page = jax.device_put(
-            np.zeros(self._moves.page.shape, self._moves.page.dtype), self._moves.page.sharding
+        self._empty_page = jax.tree.map(
+            lambda page: jax.device_put(np.zeros(page.shape, page.dtype), page.sharding), self._moves.page
         )
 
     def start(self, transfer: Transfer) -> None:
@@ -142,7 +142,7 @@ class DeviceTransfers:
         for batch in _batches(transfer.entries):
             ids = np.zeros(PAGES_PER_MOVE, np.int32)
             ids[: len(batch)] = [entry.device_id for entry in batch]
-            pages = self._moves.read_pages(pools.mla, jax.device_put(ids, self._replicated))
+            pages = self._moves.read_pages(paged(pools), jax.device_put(ids, self._replicated))
             values |= zip(batch, pages, strict=False)
         for entry in transfer.entries:
             if entry.kind is EntryKind.SLOT:
@@ -163,8 +163,8 @@ class DeviceTransfers:
             ids[: len(batch)] = [entry.device_id for entry in batch]
             padding = (self._empty_page,) * (PAGES_PER_MOVE - len(batch))
             pages = (*(arrived[entry] for entry in batch), *padding)
-            mla = self._moves.write_pages(pools.mla, jax.device_put(ids, self._replicated), pages)
-            pools = pools._replace(mla=mla)
+            written = self._moves.write_pages(paged(pools), jax.device_put(ids, self._replicated), pages)
+            pools = with_paged(pools, written)
         for entry, value in arrived.items():
             if entry.kind is EntryKind.SLOT:
                 kda, conv = self._moves.write_slot(pools.kda, pools.conv, self._id(entry), value)

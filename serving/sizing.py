@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from k3jax import cache
+from k3jax import draft_state
 from k3jax.cache import PAGE_SIZE, CacheShape
 from k3jax.config import K3Config
+from k3jax.draft_state import Drafting
 from k3jax.mla_serving import BLOCK_PAGES
 from k3jax.sharding.collectives import Parallel
 from serving.config import ConfigError, ServeConfig
@@ -38,7 +39,14 @@ class Sizes:
         )
 
 
-def plan_sizes(config: ServeConfig, model_config: K3Config, dtype: Any, parallel: Parallel, device: Any) -> Sizes:
+def plan_sizes(
+    config: ServeConfig,
+    model_config: K3Config,
+    dtype: Any,
+    parallel: Parallel,
+    device: Any,
+    drafting: Drafting | None = None,
+) -> Sizes:
     """Fill in what the settings leave open, with the weights on the device already.
 
     Raises `ConfigError` when one request of full length does not fit.
@@ -48,7 +56,7 @@ def plan_sizes(config: ServeConfig, model_config: K3Config, dtype: Any, parallel
     step_tokens = config.max_step_tokens or (_gpu_step_tokens(device) if on_gpu else 512)
     if step_tokens < PAGE_SIZE:
         raise ConfigError(f"--max-step-tokens={step_tokens} is below the chunk grid. Use at least {PAGE_SIZE}.")
-    page_bytes, slot_bytes = cache.pool_bytes(model_config, dtype)
+    page_bytes, slot_bytes = draft_state.pool_bytes(model_config, dtype, drafting)
     own_slot_bytes = -(-slot_bytes // parallel.degree)
     longest = min(config.max_model_len or model_config.max_position_embeddings, model_config.max_position_embeddings)
     if config.max_model_len and config.max_model_len > model_config.max_position_embeddings:
@@ -57,7 +65,8 @@ def plan_sizes(config: ServeConfig, model_config: K3Config, dtype: Any, parallel
             f"Use at most {model_config.max_position_embeddings}."
         )
     running = config.num_slots or rows + 1
-    left = _pool_bytes(config, device) - (running * own_slot_bytes if on_gpu else 0)
+    of_rows = running * own_slot_bytes + draft_state.row_bytes(model_config, dtype, parallel, drafting, rows)
+    left = _pool_bytes(config, device) - (of_rows if on_gpu else 0)
     share = config.checkpoint_share if config.prefix_cache and config.num_slots is None else 0.0
     pages = config.num_pages or int((1 - share) * left // page_bytes)
     most = rows * _pages_per_row(longest) + 1

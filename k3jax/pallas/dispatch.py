@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from k3jax import kda_serving, mla_serving, moe
+from k3jax import kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,9 @@ class Ops:
     kda_prefill: Callable = kda_serving.prefill
     mla_decode: Callable = mla_serving.decode
     mla_prefill: Callable = mla_serving.prefill
+    kda_verify: Callable = replay_serving.verify  # this and the next two: with a draft model
+    kda_commit: Callable = replay_serving.commit
+    mla_verify: Callable = mla_verify.verify
     routed_experts: Callable = moe.routed_experts
 
 
@@ -29,6 +32,13 @@ class Choice:
     op: str
     backend: str
     reason: str
+
+
+def with_rollback(ops: Ops, rollback: str) -> Ops:
+    """The ops of the way back from rejected drafts: by `replay` as they are, or from one state per token."""
+    if rollback == "replay":
+        return ops
+    return dataclasses.replace(ops, kda_verify=snapshot.verify, kda_commit=snapshot.commit)
 
 
 def choose(platform: str) -> tuple[Ops, tuple[Choice, ...]]:

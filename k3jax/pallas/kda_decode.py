@@ -279,7 +279,7 @@ def decode(
     stacked = StackedParams(*(params[name][None] for name in ("conv", "a_log", "dt_bias", "out_norm")))
     indices, slots = jnp.array([layer, 0], jnp.int32), jnp.where(live, slots, 0)
     out, state_pool, conv_pool = kda_decode_pallas(indices, slots, token, stacked, pools.kda, pools.conv, config)
-    return out, Pools(pools.mla, state_pool, conv_pool)
+    return out, pools._replace(kda=state_pool, conv=conv_pool)
 
 
 def supported(config: K3Config, dtype, platform: str, compute_capability: float) -> str | None:

@@ -234,18 +234,18 @@ class Session:
 
     def state(self, request: Request) -> State:
         """What the pools hold for the request."""
-        mla, kda, conv = (np.asarray(pool) for pool in self.pools)
+        mla, kda, conv = (np.asarray(pool) for pool in self.pools[:3])
         pages = list(request.pages[: request.num_pages])
         latents = mla[:, pages].reshape(mla.shape[0], -1, mla.shape[-1])[:, : request.length]
         return State(kda=kda[:, request.slot], conv=conv[:, request.slot], latents=latents)
 
     def edit_pools(self, edit) -> None:
         """Rewrite the pools on the host: `edit(mla, kda, conv)` changes NumPy arrays in place."""
-        arrays = [np.array(pool) for pool in self.pools]
+        arrays = [np.array(pool) for pool in self.pools[:3]]
         edit(*arrays)
-        shardings = [pool.sharding for pool in self.pools]
+        shardings = [pool.sharding for pool in self.pools[:3]]
         with self.machine.types():
-            self.pools = Pools(*jax.device_put(arrays, shardings))
+            self.pools = Pools(*jax.device_put(arrays, shardings), *self.pools[3:])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ def request(row: int, first_page: int, **fields) -> Request:
 
 
 def slot_state(session: Session, slot: int) -> tuple[np.ndarray, np.ndarray]:
-    _, kda, conv = (np.asarray(pool) for pool in session.pools)
+    _, kda, conv = (np.asarray(pool) for pool in session.pools[:3])
     return kda[:, slot], conv[:, slot]
 
 

@@ -46,7 +46,7 @@ def build(ops: Ops, num_layers: int, mixed_batch: MixedBatch) -> programs.StepPr
 
 def pool_types(program: programs.StepProgram) -> list[ArrayType]:
     pools = cache.pool_shapes(program.config, program.cache_shape, program.dtype)
-    return [ArrayType(NAMES[pool.dtype.name], pool.shape) for pool in pools]
+    return [ArrayType(NAMES[pool.dtype.name], pool.shape) for pool in jax.tree.leaves(pools)]
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def test_pools_are_returned_in_the_buffers_they_came_in():
 def test_temporary_memory_is_below_one_layer_of_any_pool():
     program, executable, _ = compiled()
     pools = cache.pool_shapes(program.config, program.cache_shape, program.dtype)
-    smallest = min(pool.size * pool.dtype.itemsize // pool.shape[0] for pool in pools)
+    smallest = min(pool.size * pool.dtype.itemsize // pool.shape[0] for pool in jax.tree.leaves(pools))
     assert executable.memory_analysis().temp_size_in_bytes < smallest
 
 

@@ -1,0 +1,73 @@
+"""Measures what a step costs with more or fewer drafts to verify, once, on the device that will serve.
+
+Rows that belong to no request decode garbage behind a context of a few hundred tokens. Reset the pools afterwards.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+
+from k3jax.cache import PAGE_SIZE, CacheShape
+from serving.core.seam import Executor
+from serving.core.types import PageAppend, RowAdmission, SamplingParams, StepCost, StepPlan
+
+CONTEXT = 448  # tokens in front of the measured ones
+REPEATS = 5
+_GROWTH_PAGES = 2  # behind the context: hold what the repeats commit at most
+_SHARES = (0.25, 0.5, 1.0)  # of the drafts that the rows have, besides none
+
+
+def measure(executor: Executor, row_counts: Iterable[int], cache: CacheShape) -> tuple[StepCost, ...]:
+    """Median seconds of steps with `row_counts` rows. Leaves garbage in the pools: reset them."""
+    costs: list[StepCost] = []
+    for count in row_counts:
+        costs += _measure_rows(executor, count, cache)
+    return tuple(costs)
+
+
+def _measure_rows(executor: Executor, count: int, cache: CacheShape) -> list[StepCost]:
+    most = count * executor.limits.draft_tokens
+    settings = [(True, 0), *((True, max(1, round(share * most))) for share in _SHARES), (False, 0)]
+    rows = tuple(range(count))
+    costs = []
+    for number, (is_drafting, num_drafts) in enumerate(settings):
+        _run(executor, _admit(rows, cache, is_first=number == 0))  # leaves drafts for the first
+        seconds = []
+        for _ in range(REPEATS):
+            started = time.perf_counter()
+            _run(executor, StepPlan(step=0, decode_rows=rows, num_drafts=num_drafts, is_drafting=is_drafting))
+            seconds.append(time.perf_counter() - started)
+        costs.append(StepCost(count, num_drafts, is_drafting, statistics.median(seconds)))
+    _run(executor, StepPlan(step=0, released=rows))
+    return costs
+
+
+def _admit(rows: tuple[int, ...], cache: CacheShape, *, is_first: bool) -> StepPlan:
+    """Rows behind a context; all share the same few pages, which is enough to take as long as pages of their own."""
+    behind = min(CONTEXT // PAGE_SIZE, max(1, cache.pages_per_row - _GROWTH_PAGES))
+    covered = min(cache.pages_per_row, behind + _GROWTH_PAGES)
+    pages = [1 + index % (cache.num_pages - 1) for index in range(covered)]
+    return StepPlan(
+        step=0,
+        released=() if is_first else rows,
+        admitted=tuple(
+            RowAdmission(
+                row=row,
+                slot=1 + row,
+                sampling=SamplingParams(temperature=0.0),
+                seed=0,
+                num_cached=behind * PAGE_SIZE - 1,
+                end=covered * PAGE_SIZE,
+            )
+            for row in rows
+        ),
+        pages=tuple(PageAppend(row, index, page) for row in rows for index, page in enumerate(pages)),
+        decode_rows=rows,
+    )
+
+
+def _run(executor: Executor, plan: StepPlan) -> None:
+    executor.submit(plan)
+    executor.collect()
