@@ -7,7 +7,7 @@ a bucket costs at most one tile.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def run_layers(
         bank = [*bank, x] if config.is_snapshot(layer) else bank
         x = new_x
         if is_tap:
-            taps.append(tap if is_mixed_tap else x)
+            taps.append(cast(Array, tap) if is_mixed_tap else x)
     return LayerOutputs(x, bank, taps, pools)
 
 

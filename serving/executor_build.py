@@ -11,9 +11,12 @@ from typing import Any, cast
 
 import jax
 
+from k3jax import draft_loading, draft_sharding
 from k3jax import params as parameter_tree
 from k3jax.checkpoint_reader import open_checkpoint
 from k3jax.config import K3Config
+from k3jax.draft_config import DraftConfig
+from k3jax.draft_state import AcceptanceRule, Drafting, Rollback
 from k3jax.loading import compute_dtype, expert_format, fill
 from k3jax.pallas import dispatch
 from k3jax.programs import StepProgram
@@ -31,10 +34,17 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 
+MAX_DRAFTS = 15  # of one row: a verify kernel holds 16 tokens
+
+
 def build_executor(
-    config: ServeConfig, model_config: K3Config, folder: pathlib.Path, report: Progress
+    config: ServeConfig,
+    model_config: K3Config,
+    folder: pathlib.Path,
+    draft_folder: pathlib.Path | None,
+    report: Progress,
 ) -> DeviceExecutor:
-    """Load the weights, size the pools and compile every program.
+    """Load the weights, those of a draft too, size the pools and compile every program.
 
     Raises `ConfigError`, `LoadError` or `ValueError` with one line that says what cannot work.
     """
@@ -49,6 +59,10 @@ def build_executor(
     tree = parameter_tree.abstract(model_config, expert_format(checkpoint) if checkpoint else "mxfp4")
     parallel = _parallel(config, model_config, mesh)
     rules.check_divisible(tree, model_config, parallel)
+    draft = None if draft_folder is None else draft_loading.open_draft(draft_folder, model_config)
+    drafting = None if draft is None else choose_drafting(config, draft.config)
+    if draft is not None:
+        tree |= {"draft": draft_sharding.place(draft.tree, draft.config, parallel)}
     report("loading weights")
     if checkpoint is None:
         shardings = rules.param_shardings(tree, mesh, parallel)
@@ -56,8 +70,10 @@ def build_executor(
         weights = draw(jax.random.key(config.seed))
     else:
         weights = fill(checkpoint, model_config, dtype, mesh, parallel)
-    sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0])
-    ops, kernels = dispatch.choose(platform)
+        if draft is not None:
+            weights |= {"draft": draft_loading.load_draft(draft, dtype, mesh, parallel)}
+    sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0], drafting)
+    ops, kernels = dispatch.choose(platform, drafting.rollback if drafting else None)
     program = StepProgram(
         config=model_config,
         cache_shape=sizes.cache_shape,
@@ -67,6 +83,7 @@ def build_executor(
         parallel=parallel,
         ops=ops,
         mixed_batch=cast(MixedBatch, config.mixed_batch),
+        drafting=drafting,
         unstacked=platform == "cpu",
     )
     for choice in kernels:
@@ -74,6 +91,9 @@ def build_executor(
     logger.info("%s", sizes.describe())
     report("compiling programs")
     revision = f"random weights of seed {config.seed}" if checkpoint is None else weights_revision(checkpoint)
+    if draft is not None:
+        revision += f", draft {weights_revision(draft.checkpoint)}"
+        logger.info("%s", _describe(draft.config, draft_folder, drafting))
     limits = limits_of(
         program,
         max_step_tokens=sizes.max_step_tokens,
@@ -83,7 +103,45 @@ def build_executor(
     )
     store = HostMemoryStore(limits.host_cache_bytes) if limits.host_cache_bytes else None
     folder = _cache_folder(config)
-    return DeviceExecutor(program, weights, limits, kernels=kernels, cache=folder, store=store, progress=report)
+    return DeviceExecutor(
+        program,
+        weights,
+        limits,
+        kernels=kernels,
+        cache=folder,
+        store=store,
+        measures_costs=config.adaptive_verification is not False,
+        progress=report,
+    )
+
+
+def choose_drafting(config: ServeConfig, draft: DraftConfig) -> Drafting:
+    """How the settings use a draft. Raises `ConfigError` for a block or a number of drafts that no program holds."""
+    if draft.block_size > MAX_DRAFTS:
+        raise ConfigError(
+            f"--draft={config.draft} drafts blocks of {draft.block_size} tokens; a step verifies at most {MAX_DRAFTS} "
+            "of a request. Use a draft with a smaller block."
+        )
+    if config.draft_tokens is not None and config.draft_tokens > draft.block_size:
+        raise ConfigError(
+            f"--draft-tokens={config.draft_tokens} is more than the draft's block of {draft.block_size}. "
+            f"Use 1 to {draft.block_size}."
+        )
+    return Drafting(
+        config=draft,
+        tokens=config.draft_tokens or draft.block_size,
+        rollback=cast(Rollback, config.state_rollback or "replay"),
+        rule=cast(AcceptanceRule, config.rejection_sampling or "standard"),
+    )
+
+
+def _describe(draft: DraftConfig, folder: pathlib.Path | None, drafting: Drafting | None) -> str:
+    assert drafting is not None
+    return (
+        f"draft {folder}: {draft.attention} of {draft.num_hidden_layers} layers, {drafting.tokens} tokens a round, "
+        f"taps after layers {', '.join(map(str, draft.taps))} ({draft.stream}); rollback {drafting.rollback}, "
+        f"rejection {drafting.rule}"
+    )
 
 
 def prepare_environment(config: ServeConfig) -> None:

@@ -20,6 +20,7 @@ from serving.engine import Engine
 
 logger = logging.getLogger(__name__)
 DEMO_FOLDER = pathlib.Path(__file__).resolve().parent.parent / "demo"
+DEMO_DRAFT_FOLDER = DEMO_FOLDER / "draft"
 Progress = Callable[[str], None]
 
 
@@ -33,6 +34,17 @@ def model_folder(config: ServeConfig) -> pathlib.Path:
             "Run from a checkout of the repository, or give the folder of a checkpoint."
         )
     return DEMO_FOLDER
+
+
+def draft_folder(config: ServeConfig) -> pathlib.Path | None:
+    """Where the draft is; the demo's own unless the settings say otherwise. None: nothing drafts."""
+    if config.wants_draft:
+        return pathlib.Path(str(config.draft))
+    if config.draft is None and config.model == "demo" and config.draft_exclusion is not None:
+        logger.info("the demo's draft is not used beside %s", config.draft_exclusion)
+    if config.may_take_own_draft and (DEMO_DRAFT_FOLDER / "config.json").is_file():
+        return DEMO_DRAFT_FOLDER
+    return None
 
 
 def build_engine(
@@ -52,7 +64,7 @@ def build_engine(
         from serving.executor_build import build_executor, prepare_environment
 
         prepare_environment(config)
-        executor = build_executor(config, model_config, folder, report)
+        executor = build_executor(config, model_config, folder, draft_folder(config), report)
     engine = Engine(executor, seed=config.seed, policy=scheduler_policy(config), overlap=config.overlap)
     engine.start()
     return engine, tokenizer, _literals(folder)
@@ -66,7 +78,8 @@ def scheduler_policy(config: ServeConfig) -> SchedulerPolicy:
         checkpoint_stride=config.checkpoint_stride,
         checkpoint_every=config.checkpoint_every,
         token_budget=cast(TokenBudget, config.token_budget),
-        reserve_draft_slots=config.reserve_draft_slots or 0,
+        reserve_draft_slots=config.reserve_draft_slots,
+        adaptive_verification=config.adaptive_verification is not False,
     )
 
 

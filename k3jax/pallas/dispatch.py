@@ -41,10 +41,12 @@ def with_rollback(ops: Ops, rollback: str) -> Ops:
     return dataclasses.replace(ops, kda_verify=snapshot.verify, kda_commit=snapshot.commit)
 
 
-def choose(platform: str) -> tuple[Ops, tuple[Choice, ...]]:
-    """Pick implementations for devices of `platform` ("cpu", "gpu")."""
+def choose(platform: str, rollback: str | None = None) -> tuple[Ops, tuple[Choice, ...]]:
+    """Pick implementations for devices of `platform` ("cpu", "gpu"); `rollback` with a draft model only."""
     by_row = {"mla_decode": mla_serving.decode_by_row} if platform == "cpu" else {}
     reasons = dict.fromkeys(by_row, "a row at a time: each walks its own context only")
-    names = [field.name for field in dataclasses.fields(Ops)]
+    unused = () if rollback else ("kda_verify", "kda_commit", "mla_verify")
+    names = [field.name for field in dataclasses.fields(Ops) if field.name not in unused]
     other = "the XLA reference is the only implementation"
-    return Ops(**by_row), tuple(Choice(op=name, backend="xla", reason=reasons.get(name, other)) for name in names)
+    choices = tuple(Choice(op=name, backend="xla", reason=reasons.get(name, other)) for name in names)
+    return with_rollback(Ops(**by_row), rollback or "replay"), choices

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from k3jax.draft_state import Rollback
 from k3jax.step_inputs import StepShape
 from tests.k3jax.golden_data import mini_config, random_params
 from tests.step.draft_driver import DraftMachine, DraftSession, mini_draft
@@ -19,7 +20,7 @@ WRONG = 7
 
 
 @functools.cache
-def machine(tokens: int, kind: str = "gqa", rollback="replay", tp: int = 1) -> DraftMachine:
+def machine(tokens: int, kind: str = "gqa", rollback: Rollback = "replay", tp: int = 1) -> DraftMachine:
     return DraftMachine(mini_draft(kind), tokens=tokens, rollback=rollback, tp=tp)
 
 
