@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from k3jax.export_rule import export_refusal
@@ -26,6 +26,7 @@ from serving.core.types import (
     Transfer,
     TransferResult,
 )
+from serving.fake_drafter import Drafter, DrafterKind, FakeDrafts, choose_drafts, fake_drafts
 from serving.fake_memory import FakeMemory, SlotContent, nan_context, require
 from serving.fake_row import FakeRow, Script
 from serving.fake_store import FakeStore
@@ -60,7 +61,9 @@ class FakeExecutor:
 
     `script` maps a prompt to the tokens the model then says (a mapping, or a function that returns None for "no
     script"); after the last one it says the request's first stop token, if it has any. `delay_s` is the time of a step,
-    `before_collect` a hook that may block. `plans` keeps every plan submitted, `store` what was offloaded.
+    `before_collect` a hook that may block. `plans` keeps every plan submitted, `store` what was offloaded. With
+    `limits.draft_tokens` it drafts as `drafter` says, as sure of each draft as `confidence`, and verifies what the plan
+    allows.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class FakeExecutor:
         reset_error: Exception | None = None,
         chunk_grid: int = 64,
         store: FakeStore | None = None,
+        drafter: Drafter | DrafterKind = "random",
+        confidence: float = 0.8,
     ) -> None:
         self.limits = limits
         self.plans: list[StepPlan] = []
@@ -86,6 +91,8 @@ class FakeExecutor:
         self._before_collect = before_collect
         self._reset_error = reset_error
         self._chunk_grid = chunk_grid
+        self._drafter: Drafter | DrafterKind = drafter
+        self._confidence = confidence
         self._rows: dict[int, FakeRow] = {}
         self._memory = FakeMemory(limits)
         self._in_flight: deque[tuple[StepPlan, StepResult, set[bytes]]] = deque()
@@ -207,17 +214,36 @@ class FakeExecutor:
         rows = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
         require(bool(rows), "plan without work")
         require(len(rows) == len(set(rows)), "a row occurs twice")
-        num_tokens = len(plan.decode_rows) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_tokens = len(plan.decode_rows) + plan.num_drafts + sum(len(chunk.token_ids) for chunk in plan.chunks)
         require(num_tokens <= self.limits.max_step_tokens, f"{num_tokens} tokens exceed the step")
         for row in rows:
             require(row in self._rows, f"row {row} is not admitted")
         for row in plan.decode_rows:
             require(self._rows[row].is_prefilled, f"row {row} decodes before its last chunk")
-            self._check_covered(row, self._rows[row].num_written + 1)
+            self._check_decode(row, plan)
+        self._check_drafts(plan)
         for chunk in plan.chunks:
             self._check_chunk(chunk, is_alone=len(rows) == 1)
+
+    def _check_decode(self, row: int, plan: StepPlan) -> None:
+        state, most = self._rows[row], self.limits.draft_tokens
+        require(most > 0 or state.num_left > 0, f"row {row} decodes beyond its end")
+        if state.num_left > 0:
+            num_drafts = min(state.num_verifiable, plan.num_drafts)
+            self._check_covered(row, state.num_written + 1 + num_drafts)
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        most = self.limits.draft_tokens * len(plan.decode_rows)
+        require(0 <= plan.num_drafts <= most, f"{plan.num_drafts} drafts are to be verified of {most}")
+        rows = [boundary.row for boundary in plan.boundary_slots]
+        require(not rows or self.limits.draft_tokens > 0, "a boundary slot without drafts")
+        require(len(rows) == len(set(rows)), f"a row of {rows} has two boundary slots")
         exported = [chunk.export.slot for chunk in plan.chunks if chunk.export is not None]
-        require(len(exported) == len(set(exported)), f"two chunks export to one slot of {exported}")
+        slots = [*exported, *[boundary.slot for boundary in plan.boundary_slots]]
+        require(len(slots) == len(set(slots)), f"two states of the step go to one slot of {slots}")
+        for row, slot in plan.boundary_slots:
+            require(row in plan.decode_rows, f"row {row} has a boundary slot and does not decode")
+            self._memory.check_export_target(slot)
 
     def _check_chunk(self, chunk: PrefillChunk, *, is_alone: bool) -> None:
         row, start, end = chunk.row, chunk.start, chunk.start + len(chunk.token_ids)
@@ -242,20 +268,50 @@ class FakeExecutor:
 
     def _run(self, plan: StepPlan, fault: Fault | None) -> tuple[RowResult, ...]:
         masks = {mask.row: mask.bits for mask in plan.token_masks}
-        sampled = list(plan.decode_rows)
+        vocab_size = self.limits.vocab_size
+        results: list[RowResult] = []
         # All read before anyone writes: what a step writes is there for the steps after it.
         for row in [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]:
             state = self._rows[row]
             state.read()
             if fault is not None and fault.kind == "nan" and (not fault.rows or row in fault.rows):
                 state.nan = state.nan or nan_context(plan.step, row)
-        for row in plan.decode_rows:
-            self._rows[row].write_last()
+        boundaries = dict(plan.boundary_slots)
+        num_drafts = self._choose(plan, masks)
+        for row, count in zip(plan.decode_rows, num_drafts, strict=True):
+            state, boundary = self._rows[row], (boundaries.get(row, 0), self._chunk_grid)
+            is_done = state.num_left <= 0
+            results.append(RowResult(row, ()) if is_done else state.verify(count, vocab_size, masks.get(row), boundary))
         for chunk in plan.chunks:
             state = self._rows[chunk.row]
             export = None if chunk.export is None else (chunk.export.slot, chunk.export.position)
             state.write_chunk(chunk.token_ids, export=export)
             if chunk.is_last:
                 state.finish_prompt(self._script)
-                sampled.append(chunk.row)
-        return tuple(self._rows[row].sample(self.limits.vocab_size, masks.get(row)) for row in sampled)
+                results.append(state.sample(vocab_size, masks.get(chunk.row)))
+        return tuple([self._draft(result, is_drafting=plan.is_drafting) for result in results])
+
+    def _choose(self, plan: StepPlan, masks: Mapping[int, bytes]) -> list[int]:
+        """How many drafts each decode row verifies."""
+        survival = []
+        for row in plan.decode_rows:
+            state = self._rows[row]
+            survival.append(() if row in masks else state.drafts.survival[: state.num_verifiable])
+        return choose_drafts(survival, plan.num_drafts)
+
+    def _draft(self, result: RowResult, *, is_drafting: bool) -> RowResult:
+        """Draft for the row's next step, and say so in its result."""
+        limits, state = self.limits, self._rows[result.row]
+        state.drafts = FakeDrafts()
+        can_draft = limits.draft_tokens > 0 and state.admission.may_draft and state.num_left > 1
+        if is_drafting and can_draft and result.token_ids:
+            state.drafts = fake_drafts(
+                self._drafter,
+                state.history,
+                state.foresee(limits.draft_tokens, limits.vocab_size),
+                vocab_size=limits.vocab_size,
+                confidence=self._confidence,
+            )
+        # A row without drafts reports zeros, as the device does.
+        survival = state.drafts.survival or (0.0,) * limits.draft_tokens
+        return result._replace(survival=survival) if limits.draft_tokens else result

@@ -127,14 +127,21 @@ class FakeMemory:
         content.tokens[offset:] = tokens
         content.contexts[offset:] = contexts
 
-    def read_page(self, row: int, page: int, length: int, context: bytes) -> bytes | None:
-        """Read `length` positions whose last one demands `context`; return the NaN found there, if any."""
+    def read_page(
+        self, row: int, page: int, length: int, context: bytes, tokens: Sequence[int] | None = None
+    ) -> bytes | None:
+        """Read `length` positions whose last one demands `context`; return the NaN found there, if any.
+
+        `tokens` are all that should be there, None when the context is proof enough.
+        """
         self._check_readable(EntryKind.PAGE, page)
         content = self._pages.get(page)
         held = 0 if content is None else len(content.contexts)
         require(held >= length, f"row {row} reads {length} positions of page {page}, which holds {held}")
         assert content is not None
-        return _compare(content.contexts[length - 1], context, f"row {row} reads page {page}, which holds other tokens")
+        message = f"row {row} reads page {page}, which holds other tokens"
+        require(tokens is None or content.tokens[:length] == list(tokens), message)
+        return _compare(content.contexts[length - 1], context, message)
 
     def read_slot(self, row: int, slot: int, length: int, context: bytes) -> bytes | None:
         """Read the state after `length` tokens, which demand `context`; return the NaN found there, if any."""

@@ -10,7 +10,6 @@ from serving.core.prefix_cache import Match
 from serving.core.request import LiveRequest
 from serving.core.state import SchedulerState
 from serving.core.types import SlotCopy
-from serving.core.validation import num_positions_needed
 
 
 def admit(state: SchedulerState, request: LiveRequest, draft: PlanDraft, *, full_budget: int) -> bool:
@@ -56,7 +55,7 @@ def _match(state: SchedulerState, request: LiveRequest) -> Match:
 def _has_memory(state: SchedulerState, request: LiveRequest, match: Match | None) -> bool:
     """Whether slot and pages for all that is known can be had, if need be from younger ones. Locks the match."""
     cache = state.cache
-    num_positions = min(len(request.tokens) + 1, num_positions_needed(request.request))
+    num_positions = state.num_positions_to_start(request)
     missing = state.num_pages(num_positions)
     if match is None:
         missing -= len(request.pages)

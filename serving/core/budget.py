@@ -18,12 +18,15 @@ class StepBudget:
     """
 
     def __init__(self, limits: ExecutorLimits, policy: SchedulerPolicy) -> None:
-        self._drafts_each = policy.reserve_draft_slots
+        queries = policy.reserve_draft_slots
+        if queries is None:
+            queries = limits.draft_tokens
+        self._drafts_each = queries
         self._is_additive = policy.token_budget == "additive"
         self._tokens = limits.max_step_tokens
         if policy.token_budget == "static":
             self._drafts_each = 0
-            self._tokens -= limits.num_rows * policy.reserve_draft_slots
+            self._tokens -= limits.num_rows * queries
         if self._is_additive:
             self._rest = limits.max_step_tokens
         elif policy.draft_capacity is None:
@@ -33,7 +36,7 @@ class StepBudget:
         if self.room < 1:
             raise ValueError(
                 f"token_budget={policy.token_budget} leaves no token of a step of {limits.max_step_tokens} for a "
-                f"request: {policy.reserve_draft_slots} draft slots are reserved, {limits.num_rows} requests at most. "
+                f"request: {queries} draft slots are reserved, {limits.num_rows} requests at most. "
                 "Raise max_step_tokens, or reserve fewer."
             )
 
@@ -50,6 +53,11 @@ class StepBudget:
         if self._is_additive:
             return min(self._tokens, self._rest // (1 + self._drafts_each))
         return min(self._tokens, self._rest // self._drafts_each) if self._drafts_each else self._tokens
+
+    def room_beyond(self, num_single: int) -> int:
+        """Tokens left when `num_single` requests have taken one each."""
+        tokens = self._tokens - num_single
+        return min(tokens, self._rest - num_single * (1 + self._drafts_each)) if self._is_additive else tokens
 
     def charge(self, num_tokens: int, num_requests: int = 1) -> None:
         """Take `num_tokens` for `num_requests` requests together."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from serving.core.crossings import drop_crossings
 from serving.core.offload import park
 from serving.core.plan_draft import PlanDraft
 from serving.core.request import LiveRequest, Phase
@@ -26,6 +27,7 @@ def cover(state: SchedulerState, request: LiveRequest, num_positions: int, draft
         if victim is None:
             return False
         draft.drop(victim)
+        drop_crossings(state, draft, victim)
         preempt(state, victim)
     draft.add_pages(request, pages)
     return True

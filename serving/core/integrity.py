@@ -27,6 +27,8 @@ def check_integrity(state: SchedulerState) -> None:
         if not dispatched.is_committed:
             owned += [chunk.slot for chunk in dispatched.chunks if chunk.slot]
             owned += [copy.slot for copy in dispatched.kept]
+        if dispatched.verify is not None:
+            owned += [crossing.slot for crossing in dispatched.verify.crossings]
     state.cache.slots.check(owned)
     _check_phases(state)
 
@@ -50,8 +52,29 @@ def _check_phases(state: SchedulerState) -> None:
     for request in state.live.values():
         if (request.row is None) != (request.phase in (Phase.WAITING, Phase.MOVING)):
             raise AssertionError(f"request {request.request_id} is {request.phase} with row {request.row}")
-        if request.row is not None and len(request.pages) < state.num_pages(request.num_written):
+        if request.row is not None and len(request.pages) < state.num_pages(request.most_written):
             raise AssertionError(f"request {request.request_id} has written beyond its {len(request.pages)} pages")
+    _check_positions(state)
+
+
+def _check_positions(state: SchedulerState) -> None:
+    """Raise `AssertionError` unless the positions of requests with drafts follow from the steps in flight."""
+    if not state.limits.draft_tokens:
+        return
+    flights = {
+        request: [
+            dispatched.verify.each[dispatched.decodes.index(request)]
+            for dispatched in state.in_flight
+            if dispatched.verify and request in dispatched.decodes and request not in dispatched.stale
+        ]
+        for request in state.running
+        if request.phase is not Phase.PREFILL
+    }
+    for request, drafts in flights.items():
+        if (request.num_verifying, request.num_unsure) != (len(drafts), sum(drafts)):
+            raise AssertionError(f"request {request.request_id} has {drafts} in flight and counts {request}")
+        if request.num_written != min(request.num_settled + len(drafts), request.end_at):
+            raise AssertionError(f"request {request.request_id} is at {request.num_written}, in flight are {drafts}")
 
 
 def _check_cache(cache: PrefixCache, requests: list[LiveRequest], pinned: list[PrefixNode], pages: list[int]) -> None:

@@ -51,7 +51,7 @@ def park(state: SchedulerState, request: LiveRequest) -> bool:
     position = request.num_written
     if not host.is_on or position == 0 or position > len(request.tokens) or request.slot is None:
         return False
-    if request.node.is_dropped:
+    if request.node.is_dropped or position < request.most_written:  # how far the state is will be known later
         return False
     if state.policy.prefix_cache:
         cache.publish(request, position)

@@ -7,7 +7,15 @@ import dataclasses
 from serving.core.budget import StepBudget
 from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest
-from serving.core.types import PageAppend, PrefillChunk, RowAdmission, SlotCopy, StateExport, StepPlan
+from serving.core.types import (
+    BoundarySlot,
+    PageAppend,
+    PrefillChunk,
+    RowAdmission,
+    SlotCopy,
+    StateExport,
+    StepPlan,
+)
 
 _NEUTRAL_PENALTIES = (0.0, 0.0, 1.0)
 
@@ -33,6 +41,42 @@ class DraftCopy:
     is_decode: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftCrossing:
+    """A slot for the state at a boundary that a decode may cross; what becomes of it its result says.
+
+    `borrowed` had the slot as its checkpoint, and gets it back when nothing is crossed.
+    """
+
+    request: LiveRequest
+    slot: int
+    borrowed: PrefixNode | None
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class VerifyDraft:
+    """What the decodes of a step do about drafts."""
+
+    num_drafts: int  # that they verify together
+    is_drafting: bool
+    each: list[int] = dataclasses.field(default_factory=list)  # that each of them may verify at most
+    crossings: list[DraftCrossing] = dataclasses.field(default_factory=list)
+
+    def drop(self, index: int) -> tuple[int, int]:
+        """Take a decode out; return the drafts that it might have verified, and how many fewer the step verifies."""
+        dropped = self.each.pop(index)
+        num_fewer = max(0, self.num_drafts - sum(self.each))
+        self.num_drafts -= num_fewer
+        return dropped, num_fewer
+
+    def complete(self, plan: StepPlan) -> StepPlan:
+        """Say all this in `plan`."""
+        slots = [BoundarySlot(row_of(crossing.request), crossing.slot) for crossing in self.crossings]
+        return dataclasses.replace(
+            plan, num_drafts=self.num_drafts, is_drafting=self.is_drafting, boundary_slots=tuple(slots)
+        )
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PlanDraft:
     """What the step holds so far and what it may still take."""
@@ -46,6 +90,7 @@ class PlanDraft:
     pages: list[tuple[LiveRequest, int, int]] = dataclasses.field(default_factory=list)  # request, index, page
     slot_copies: list[SlotCopy] = dataclasses.field(default_factory=list)
     kept: list[DraftCopy] = dataclasses.field(default_factory=list)
+    verify: VerifyDraft | None = None  # None: there is no draft model
 
     @property
     def is_empty(self) -> bool:
@@ -67,15 +112,21 @@ class PlanDraft:
     def drop(self, request: LiveRequest) -> None:
         """Forget a request that is preempted for an older one. It may already be in this step, as a decode."""
         if request in self.decodes:
-            self.decodes.remove(request)
-            self.budget.refund(1)
-            request.num_written -= 1
+            index = self.decodes.index(request)
+            del self.decodes[index]
+            if self.verify is None:
+                self.budget.refund(1)
+                request.num_written -= 1
+            else:
+                num_drafts, num_fewer = self.verify.drop(index)
+                self.budget.refund(1 + num_fewer)
+                request.withdraw_verify(num_drafts)
         self.pages = [entry for entry in self.pages if entry[0] is not request]
         self.is_short_of_pages = self.has_preempted = True
 
     def build(self, step: int, released: tuple[int, ...]) -> StepPlan:
         """Freeze the draft."""
-        return StepPlan(
+        plan = StepPlan(
             step=step,
             slot_copies=tuple(self.slot_copies),
             released=released,
@@ -84,6 +135,7 @@ class PlanDraft:
             decode_rows=tuple([request.row for request in self.decodes]),  # pyright: ignore[reportArgumentType]
             chunks=tuple([_chunk(chunk) for chunk in self.chunks]),
         )
+        return plan if self.verify is None else self.verify.complete(plan)
 
 
 def row_of(request: LiveRequest) -> int:
@@ -119,4 +171,6 @@ def _admission(request: LiveRequest) -> RowAdmission:
         num_prompt_tokens=request.num_prompt,
         num_cached=num_cached,
         cached_token_ids=tuple(request.tokens[:num_cached]) if penalties != _NEUTRAL_PENALTIES else (),
+        end=request.end_at,
+        may_draft=request.may_draft,
     )

@@ -96,7 +96,8 @@ def checkpoint_slot(state: SchedulerState, num_saved: int, num_reuses: int) -> i
 def leave(state: SchedulerState, request: LiveRequest) -> None:
     """Publish what a request that has ended well leaves behind: its pages, and its slot when that is a boundary.
 
-    Its last token was sampled, and written only if a step in flight does so; neither counts.
+    Its last token was sampled, and written only if a step in flight does so; neither counts. With drafts the device may
+    be beyond it, behind a stop token or by a step in flight.
     """
     if not state.policy.prefix_cache:
         return
@@ -107,7 +108,7 @@ def leave(state: SchedulerState, request: LiveRequest) -> None:
     if (
         request.slot is not None
         and state.policy.checkpoint != "off"
-        and request.num_written == end == node.num_tokens
+        and request.most_written == end == node.num_tokens
         and end % state.policy.block == 0
         and cache.attach(node, request.slot, request)
     ):

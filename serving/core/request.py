@@ -25,7 +25,7 @@ class Phase(enum.Enum):
     WAITING = enum.auto()  # in the queue; it may hold what a load brought
     MOVING = enum.auto()  # what it needs is on its way to or from the state store
     PREFILL = enum.auto()  # owns a row, the last chunk is not dispatched
-    DECODE = enum.auto()  # owns a row, one token a step
+    DECODE = enum.auto()  # owns a row, one token a step, with drafts one or more
     LAST = enum.auto()  # owns a row until its last token, already dispatched, is known
     ENDED = enum.auto()
 
@@ -35,7 +35,8 @@ class LiveRequest:
     """One request and what it owns on the device. Only the scheduler changes it.
 
     `num_written` counts the positions dispatched to the device, not those whose result was read: a plan can follow
-    another one before its result is known. The first pages of the table belong to the prefix cache as far as `node`
+    another one before its result is known. With drafts it is the least that there may be, `most_written` the most: what
+    a step accepts is known with its result. The first pages of the table belong to the prefix cache as far as `node`
     (and the nodes before it) names them; all others are the request's alone.
     """
 
@@ -50,6 +51,7 @@ class LiveRequest:
     end_at: int  # positions written when the last token is sampled
     stop_token_ids: frozenset[int]
     wants_logprobs: bool
+    may_draft: bool
     root: PrefixNode
     node: PrefixNode  # deepest page of its sequence in the prefix cache that the request holds
     digests: list[bytes] = dataclasses.field(default_factory=list)  # of the sequence's full pages, as far as needed
@@ -59,6 +61,11 @@ class LiveRequest:
     pages: list[int] = dataclasses.field(default_factory=list)
     num_written: int = 0
     prefill_target: int = 0  # tokens known at admission; decoding starts there
+    num_settled: int = 0  # positions that a decode had when its newest result was read; used with drafts only
+    num_verifying: int = 0  # its steps in flight since
+    num_unsure: int = 0  # drafts that those may accept
+    has_drafts: bool = False  # its newest step left it some
+    survival: tuple[float, ...] = ()  # of the drafts that its newest result read has left; (): nothing is known
     pause_at: int = 0  # a decode that has written so much needs more than its next token: a page, a checkpoint, an end
     boundaries: list[int] = dataclasses.field(default_factory=list)  # where this prompt leaves checkpoints, ascending
     kept: PrefixNode | None = None  # node of the one checkpoint that its decoding left
@@ -87,6 +94,34 @@ class LiveRequest:
     def num_generated(self) -> int:
         """Tokens returned so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def most_written(self) -> int:
+        """Positions that the device may have at most once all that is dispatched has run."""
+        return min(self.num_written + self.num_unsure, self.end_at)
+
+    def forget_positions(self) -> None:
+        """Start over: the device has nothing of the request."""
+        self.num_written = self.pause_at = 0
+        self.num_settled = self.num_verifying = self.num_unsure = 0
+        self.has_drafts, self.survival = False, ()
+
+    def dispatch_verify(self, num_drafts: int) -> None:
+        """Note a step that accepts up to `num_drafts` drafts, and brings at least one token unless all are there."""
+        self.num_verifying += 1
+        self.num_unsure += num_drafts
+        self.num_written = min(self.num_settled + self.num_verifying, self.end_at)
+
+    def withdraw_verify(self, num_drafts: int) -> None:
+        """Take `dispatch_verify` back."""
+        self.num_verifying -= 1
+        self.num_unsure -= num_drafts
+        self.num_written = min(self.num_settled + self.num_verifying, self.end_at)
+
+    def settle_verify(self, num_drafts: int, num_tokens: int) -> None:
+        """Note that the oldest step in flight, which might have accepted `num_drafts` drafts, brought `num_tokens`."""
+        self.num_settled += num_tokens
+        self.withdraw_verify(num_drafts)
 
     def digest(self, page: int, page_size: int) -> bytes:
         """Digest of the sequence up to the end of full page `page`."""

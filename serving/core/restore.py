@@ -8,7 +8,6 @@ from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest, Parked, Phase
 from serving.core.state import SchedulerState
 from serving.core.types import EntryKind, TransferKind, TransferResult
-from serving.core.validation import num_positions_needed
 
 
 def start_loads(state: SchedulerState) -> None:
@@ -143,7 +142,7 @@ def _start(
     if not cache.num_available_slots:
         state.strip_loaded(request)
     cache.lock(node)
-    num_positions = min(len(request.tokens) + 1, num_positions_needed(request.request))
+    num_positions = state.num_positions_to_start(request)
     num_missing = state.num_pages(num_positions) - node.num_tokens // cache.page_size
     while cache.num_available_pages < num_missing and state.strip_loaded(request):
         pass
@@ -174,7 +173,7 @@ def _kept_for_the_first(state: SchedulerState, request: LiveRequest) -> tuple[in
     first = state.waiting[0]
     if first is request:
         return 0, 0
-    num_pages = state.num_pages(min(len(first.tokens) + 1, num_positions_needed(first.request)))
+    num_pages = state.num_pages(state.num_positions_to_start(first))
     return num_pages - len(first.pages), int(first.slot is None)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from serving.core.crossings import abandon_crossing, settle_crossing
 from serving.core.growth import preempt
 from serving.core.offload import forget_parked
+from serving.core.plan_draft import DraftCrossing, VerifyDraft
 from serving.core.publishing import commit, leave
 from serving.core.request import LiveRequest, Phase
-from serving.core.state import SchedulerState
+from serving.core.state import Dispatched, SchedulerState
 from serving.core.types import FinishReason, OutputDelta, RowResult, StepResult
+from serving.core.verify_rows import count_verified, note_verified
 
 _new_tuple = tuple.__new__
 
@@ -18,6 +21,8 @@ def take_result(state: SchedulerState, result: StepResult) -> list[OutputDelta]:
     commit(state, dispatched)
     if result.step != dispatched.plan.step or [row.row for row in result.rows] != dispatched.rows:
         raise AssertionError(f"step {dispatched.plan.step} with rows {dispatched.rows} got the result {result}")
+    if dispatched.verify is not None:
+        return _take_bursts(state, dispatched, dispatched.verify, result)
     deltas: list[OutputDelta] = []
     num_plain = 0
     for request, row in zip(dispatched.sampled, result.rows, strict=True):
@@ -44,7 +49,41 @@ def take_result(state: SchedulerState, result: StepResult) -> list[OutputDelta]:
     return deltas
 
 
-def _accept(state: SchedulerState, request: LiveRequest, result: RowResult) -> OutputDelta:
+def _take_bursts(
+    state: SchedulerState, dispatched: Dispatched, verify: VerifyDraft, result: StepResult
+) -> list[OutputDelta]:
+    """The same with drafts: a decode brings one token or more, and may have crossed a boundary."""
+    crossings = {crossing.request: crossing for crossing in verify.crossings}
+    num_decodes = len(dispatched.decodes)
+    if any(row.num_drafted for row in result.rows):
+        state.drafting.note_step()
+    deltas: list[OutputDelta] = []
+    for index, (request, row) in enumerate(zip(dispatched.sampled, result.rows, strict=True)):
+        crossing = crossings.get(request)
+        if row.is_nan:
+            _distrust(state, request, has_come_back=request in dispatched.stale)
+        is_past = request.phase is Phase.ENDED or request in dispatched.stale
+        if is_past or row.is_nan:
+            abandon_crossing(state, crossing, row)
+        if is_past:
+            continue
+        if row.is_nan:
+            deltas.append(end(state, request, FinishReason.ERROR, "The model produced NaN for this request."))
+            continue
+        if index < num_decodes:
+            note_verified(state, request, row, verify.each[index])
+        if verify.is_drafting and request.row is not None:
+            request.survival = row.survival
+        delta = _accept(state, request, row, crossing)
+        if index < num_decodes:
+            count_verified(state, row, len(delta.token_ids))
+        deltas.append(delta)
+    return deltas
+
+
+def _accept(
+    state: SchedulerState, request: LiveRequest, result: RowResult, crossing: DraftCrossing | None = None
+) -> OutputDelta:
     wants_logprobs = request.wants_logprobs
     if not result.token_ids or (wants_logprobs and len(result.logprobs) != len(result.token_ids)):
         raise AssertionError(f"request {request.request_id} got the result {result}")
@@ -54,6 +93,7 @@ def _accept(state: SchedulerState, request: LiveRequest, result: RowResult) -> O
     request.is_plain = not wants_logprobs and request.row is not None
     num_taken, reason = request.accept(result.token_ids)
     state.counts.generated_tokens += num_taken
+    settle_crossing(state, crossing, result)
     is_first, request.has_reported = not request.has_reported, True
     if reason is not None:
         if request.row is not None:

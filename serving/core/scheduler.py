@@ -1,9 +1,10 @@
 """Decides what every step does, over rows, state slots and cache pages.
 
-A step holds the running decodes first (`serving.core.decode`), then the prompts (`serving.core.prefill`), which may
-start from a cached prefix (`serving.core.admission`, `serving.core.prefix_cache`). Pages are taken as a sequence grows
-(`serving.core.growth`). What a step writes can be found by later ones (`serving.core.publishing`). Plans may be made
-before the result of the one before is applied. The scheduler sees ids and counts only: no device, no threads.
+A step holds the running decodes first (`serving.core.decode`, with drafts `serving.core.verify_rows`), then the prompts
+(`serving.core.prefill`), which may start from a cached prefix (`serving.core.admission`, `serving.core.prefix_cache`).
+Pages are taken as a sequence grows (`serving.core.growth`). What a step writes can be found by later ones
+(`serving.core.publishing`). Plans may be made before the result of the one before is applied. The scheduler sees ids
+and counts only: no device, no threads.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from serving.core.budget import StepBudget
+from serving.core.crossings import withdraw_crossings
 from serving.core.decode import plan_decodes
 from serving.core.hashing import root_digest
 from serving.core.integrity import check_integrity
@@ -38,6 +40,7 @@ from serving.core.types import (
     TransferResult,
 )
 from serving.core.validation import num_positions_needed, refuse
+from serving.core.verify_rows import last_drafts, plan_verifies
 
 _MAX_DEVICE_FAILURES = 2
 
@@ -55,11 +58,7 @@ class Scheduler:
         policy: SchedulerPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        policy = policy or SchedulerPolicy()
-        if policy.block % limits.page_size:
-            raise ValueError(
-                f"block={policy.block} is not a multiple of the page size {limits.page_size}. Use the page size."
-            )
+        policy = (policy or SchedulerPolicy()).on_device(limits)
         self.limits = limits
         self.policy = policy
         self._full_budget = StepBudget(limits, policy).room
@@ -137,6 +136,7 @@ class Scheduler:
             end_at=num_positions_needed(request),
             stop_token_ids=frozenset(request.stop_token_ids),
             wants_logprobs=request.sampling.logprobs is not None,
+            may_draft=request.may_draft,
             root=root,
             node=root,
         )
@@ -172,6 +172,9 @@ class Scheduler:
         state.counts.steps += 1
         last = [chunk for chunk in plan.chunks if chunk.is_last]
         finished = [chunk.request for chunk in draft.chunks if chunk.end == chunk.request.prefill_target]
+        if draft.verify is not None:
+            last_drafts(finished, is_drafting=plan.is_drafting)
+            state.counts.last_num_drafts = plan.num_drafts
         state.in_flight.append(
             Dispatched(
                 plan=plan,
@@ -180,6 +183,7 @@ class Scheduler:
                 chunks=draft.chunks,
                 kept=draft.kept,
                 decodes=draft.decodes,
+                verify=draft.verify,
             )
         )
         return plan
@@ -193,6 +197,7 @@ class Scheduler:
         state = self._state
         dispatched = state.in_flight.pop()
         withdraw(state, dispatched)
+        withdraw_crossings(state, dispatched)
         unknown_to_device = {admission.row for admission in dispatched.plan.admitted}
         deltas = []
         for request in [*dispatched.decodes, *[chunk.request for chunk in dispatched.chunks]]:
@@ -217,7 +222,8 @@ class Scheduler:
             request.slot = request.kept = None
             request.pages, request.node = [], request.root
             request.published, request.checkpointed, request.boundaries = [], [], []
-            request.num_written = request.pause_at = request.num_loaded = 0
+            request.num_loaded = 0
+            request.forget_positions()
             request.is_plain = False
         lose_transfers(state)
         running = list(state.running)
@@ -264,6 +270,12 @@ class Scheduler:
             host_stores_total=counts.stores,
             host_loads_total=counts.loads,
             host_failures_total=counts.failed_transfers,
+            verify_rows_total=counts.verify_rows,
+            draft_tokens_total=sum(counts.drafted),
+            accepted_draft_tokens_total=sum(counts.accepted),
+            draft_tokens_by_position=tuple(counts.drafted),
+            accepted_draft_tokens_by_position=tuple(counts.accepted),
+            last_num_drafts=counts.last_num_drafts,
         )
 
     def reset_prefix_cache(self) -> None:
@@ -290,7 +302,10 @@ class Scheduler:
     def _draft(self) -> PlanDraft:
         state = self._state
         draft = PlanDraft(budget=StepBudget(self.limits, self.policy))
-        plan_decodes(state, draft)
+        if self.limits.draft_tokens:
+            plan_verifies(state, draft)
+        else:
+            plan_decodes(state, draft)
         plan_prefills(state, draft, full_budget=self._full_budget)
         if draft.is_empty:
             state.cache.slots.release([copy.slot for copy in draft.kept])

@@ -8,8 +8,9 @@ import secrets
 from collections import deque
 from collections.abc import Callable
 
+from serving.core.draft_policy import DraftPolicy
 from serving.core.host_tier import HostTier
-from serving.core.plan_draft import DraftChunk, DraftCopy
+from serving.core.plan_draft import DraftChunk, DraftCopy, VerifyDraft
 from serving.core.policy import SchedulerPolicy
 from serving.core.pools import IdPool
 from serving.core.prefix_cache import PrefixCache
@@ -28,6 +29,7 @@ class Dispatched:
     chunks: list[DraftChunk]
     kept: list[DraftCopy]
     decodes: list[LiveRequest]
+    verify: VerifyDraft | None
     is_committed: bool = False  # what it writes can be found
     stale: set[LiveRequest] = dataclasses.field(default_factory=set)  # those that have been admitted anew since
 
@@ -50,6 +52,10 @@ class Counts:
     stores: int = 0
     loads: int = 0
     failed_transfers: int = 0
+    verify_rows: int = 0
+    drafted: list[int] = dataclasses.field(default_factory=list)  # by position of the draft
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    last_num_drafts: int = 0
 
 
 class SchedulerState:
@@ -61,7 +67,8 @@ class SchedulerState:
         self.clock = clock
         self.rows = IdPool("rows", limits.num_rows)
         self.cache = PrefixCache(limits)
-        self.counts = Counts()
+        self.counts = Counts(drafted=[0] * limits.draft_tokens, accepted=[0] * limits.draft_tokens)
+        self.drafting = DraftPolicy(limits, is_adaptive=policy.adaptive_verification)
         self.live: dict[str, LiveRequest] = {}
         self.waiting: list[LiveRequest] = []
         self.running: list[LiveRequest] = []  # all that own a row
@@ -106,6 +113,10 @@ class SchedulerState:
         """Pages that hold `num_positions`."""
         return -(-num_positions // self.limits.page_size)
 
+    def num_positions_to_start(self, request: LiveRequest) -> int:
+        """Positions that must fit before a request starts: all that is known of it and its first decode."""
+        return min(len(request.tokens) + 1 + self.limits.draft_tokens, request.end_at)
+
     def enqueue(self, request: LiveRequest) -> None:
         """Put a request that owns no row into the queue."""
         request.phase = Phase.WAITING
@@ -126,6 +137,7 @@ class SchedulerState:
         """Let a request decode, whose last chunk is planned."""
         self.prefilling.remove(request)
         written, size = request.num_written, self.limits.page_size
+        request.num_settled = written
         if written == request.end_at:
             request.phase = Phase.LAST
             return
@@ -154,7 +166,7 @@ class SchedulerState:
         if request.slot is not None:
             self.cache.slots.release((request.slot,))
             request.slot = None
-        request.num_written = request.pause_at = 0
+        request.forget_positions()
         request.is_plain = False
         request.kept = None
         request.boundaries = []

@@ -42,6 +42,12 @@ class EngineStats:
     host_stores_total: int = 0  # transfers that ended well
     host_loads_total: int = 0
     host_failures_total: int = 0  # transfers that did not
+    verify_rows_total: int = 0  # results of running requests in steps with a draft model, whether or not they verified
+    draft_tokens_total: int = 0  # drafts that were verified
+    accepted_draft_tokens_total: int = 0  # of these, those that were returned
+    draft_tokens_by_position: tuple[int, ...] = ()  # the same by the draft's place in its block, from the first on
+    accepted_draft_tokens_by_position: tuple[int, ...] = ()
+    last_num_drafts: int = 0  # drafts that the newest plan lets be verified
     step_seconds: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: {"plan": 0.0, "device": 0.0, "apply": 0.0}
     )

@@ -130,8 +130,8 @@ class PrefillChunk:
 class BoundarySlot(NamedTuple):
     """Where the state of decode row `row` goes, should the step cross a multiple of the block of 64 tokens.
 
-    Nobody owns the slot, and a row that crosses none leaves it as it is. Only with drafts: how far a step comes is known
-    with its result.
+    Nobody owns the slot, and a row that crosses none leaves it as it is. Only with drafts: how far a step comes is
+    known with its result.
     """
 
     row: int

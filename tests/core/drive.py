@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 
@@ -15,10 +16,12 @@ from serving.core.types import (
     OutputDelta,
     RowAdmission,
     StepPlan,
+    TokenMask,
 )
+from serving.fake_drafter import Drafter, DrafterKind
 from serving.fake_executor import FakeExecutor
 from serving.fake_store import FakeStore
-from tests.core.driver import Ledger, expected_tokens
+from tests.core.driver import Ledger, Mask, expected_tokens
 from tests.core.service_order import ServiceOrder
 
 
@@ -37,12 +40,16 @@ class Drive:
         *,
         overlap: bool = False,
         store: FakeStore | None = None,
+        drafter: Drafter | DrafterKind = "random",
+        confidence: float = 0.8,
     ) -> None:
         self.limits = limits
         self.policy = policy
         self.overlap = overlap
         self.scheduler = Scheduler(limits, policy=policy)
-        self.executor = FakeExecutor(limits, chunk_grid=policy.block, store=store)
+        self.executor = FakeExecutor(
+            limits, chunk_grid=policy.block, store=store, drafter=drafter, confidence=confidence
+        )
         self.ledger = Ledger()
         self.requests: dict[str, GenerationRequest] = {}
         self.cached_tokens: dict[str, int] = {}  # as the first delta with tokens says
@@ -51,6 +58,8 @@ class Drive:
         self._order = ServiceOrder(limits, policy)
         self._expected: dict[str, list[int]] = {}
         self._num_taken: dict[str, int] = {}
+        self._masks: dict[int, Mask] = {}  # by seed
+        self._seed_of_row: dict[int, int] = {}
 
     @property
     def plans(self) -> list[StepPlan]:
@@ -62,10 +71,12 @@ class Drive:
         """The device's state store."""
         return self.executor.store
 
-    def add(self, *requests: GenerationRequest) -> None:
-        """Queue `requests`."""
+    def add(self, *requests: GenerationRequest, mask: Mask | None = None) -> None:
+        """Queue `requests`. With overlap a `mask` must not depend on the tokens that it is given."""
         for request in requests:
             seed = len(self.requests)
+            if mask is not None:
+                self._masks[seed] = mask
             self.requests[request.request_id] = request
             self._seeds[request.request_id] = seed
             refusal = self.scheduler.add(request, seed=seed)
@@ -142,6 +153,7 @@ class Drive:
 
     def submit(self, plan: StepPlan) -> bool:
         """Hand `plan` to the device; False when it did not run."""
+        plan = self._with_masks(plan)
         try:
             self.executor.submit(plan)
         except StepRejected:
@@ -201,6 +213,16 @@ class Drive:
         request_id = next(name for name, number in self._seeds.items() if number == seed)
         return len(self.requests[request_id].prompt_token_ids) + len(self.ledger.tokens.get(request_id, ()))
 
+    def _with_masks(self, plan: StepPlan) -> StepPlan:
+        self._seed_of_row.update((admission.row, admission.seed) for admission in plan.admitted)
+        masks = []
+        for row in [*plan.decode_rows, *(chunk.row for chunk in plan.chunks if chunk.is_last)]:
+            seed = self._seed_of_row[row]
+            if seed in self._masks:
+                said = self.ledger.tokens.get(list(self.requests)[seed], [])
+                masks.append(TokenMask(row=row, bits=self._masks[seed](said)))
+        return dataclasses.replace(plan, token_masks=tuple(masks))
+
     def _start_transfers(self) -> None:
         self.executor.forget(self.scheduler.keys_to_forget())
         for transfer in self.scheduler.transfers_to_start():
@@ -224,7 +246,8 @@ class Drive:
         request_id = request.request_id
         if delta.token_ids:
             if request_id not in self._expected:
-                self._expected[request_id] = expected_tokens(request, seed=self._seeds[request_id])
+                seed = self._seeds[request_id]
+                self._expected[request_id] = expected_tokens(request, seed=seed, mask=self._masks.get(seed))
             first = self._num_taken.get(request_id, 0)
             expected = self._expected[request_id][first : first + len(delta.token_ids)]
             assert list(delta.token_ids) == expected, f"{request_id} says {delta.token_ids} at {first}, not {expected}"
@@ -234,13 +257,14 @@ class Drive:
 
     def _check_budgets(self, plan: StepPlan) -> None:
         num_requests = len(plan.decode_rows) + len(plan.chunks)
-        num_tokens = len(plan.decode_rows) + sum(len(chunk.token_ids) for chunk in plan.chunks)
+        num_tokens = len(plan.decode_rows) + plan.num_drafts + sum(len(chunk.token_ids) for chunk in plan.chunks)
         policy, limits = self.policy, self.limits
-        num_drafts = num_requests * policy.reserve_draft_slots
+        queries = policy.on_device(limits).reserve_draft_slots or 0
+        num_drafts = num_requests * queries
         if policy.token_budget == "additive":
             assert num_tokens + num_drafts <= limits.max_step_tokens, plan
         elif policy.token_budget == "static":
-            reserved = limits.num_rows * policy.reserve_draft_slots
+            reserved = limits.num_rows * queries
             assert num_tokens <= limits.max_step_tokens - reserved, plan
         else:
             assert num_tokens <= limits.max_step_tokens, plan

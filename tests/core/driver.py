@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from serving.core.policy import SchedulerPolicy
@@ -56,7 +56,18 @@ def request(
     )
 
 
-def expected_tokens(request: GenerationRequest, *, seed: int | None = None) -> list[int]:
+Mask = Callable[[Sequence[int]], bytes]  # from the tokens generated so far to those allowed next
+
+
+def mask_of(allowed: Iterable[int]) -> bytes:
+    """The bits of a `TokenMask`."""
+    bits = bytearray(-(-VOCAB_SIZE // 8))
+    for token in allowed:
+        bits[token >> 3] |= 1 << (token & 7)
+    return bytes(bits)
+
+
+def expected_tokens(request: GenerationRequest, *, seed: int | None = None, mask: Mask | None = None) -> list[int]:
     """What the toy model says to `request` alone, computed without any engine."""
     history = list(request.prompt_token_ids)
     context = context_of(history)
@@ -69,6 +80,7 @@ def expected_tokens(request: GenerationRequest, *, seed: int | None = None) -> l
             seed=seed if seed is not None else (request.sampling.seed or 0),
             vocab_size=VOCAB_SIZE,
             context=context,
+            mask=None if mask is None else mask(history[num_prompt:]),
         )
         history.append(token)
         context = extend(context, token)

@@ -28,7 +28,9 @@ class ServiceOrder:
         self._room = limits.max_step_tokens
         self._has_loads = limits.host_cache_bytes > 0
         has_cuts = policy.prefix_cache and policy.checkpoint != "off"
-        self._is_bounded = not has_cuts and not policy.reserve_draft_slots
+        # Draft queries take room from prompts unless they are counted apart and the draft pass holds them all.
+        is_apart = policy.token_budget == "adaptive" and policy.draft_capacity is None
+        self._is_bounded = not has_cuts and (is_apart or not policy.on_device(limits).reserve_draft_slots)
         self._keys: dict[int, tuple[int, int]] = {}  # of live requests, by seed
         self._rows: dict[int, int] = {}  # row -> seed
         self._turns: dict[int, _Turns] = {}
@@ -69,7 +71,7 @@ class ServiceOrder:
     def _check_overtaking(self, plan: StepPlan) -> None:
         seeds = {chunk.row: self._rows[chunk.row] for chunk in plan.chunks}
         chunks = [chunk for chunk in plan.chunks if seeds[chunk.row] in self._keys]
-        room = self._room - len(plan.decode_rows)
+        room = self._room - len(plan.decode_rows) - plan.num_drafts
         for chunk in sorted(chunks, key=lambda chunk: self._keys[seeds[chunk.row]]):
             seed, end = seeds[chunk.row], chunk.start + len(chunk.token_ids)
             turns = self._turns[seed]

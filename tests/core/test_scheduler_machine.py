@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serving.core.policy import SchedulerPolicy
-from serving.core.types import GenerationRequest, SamplingParams, Transfer
+from serving.core.types import GenerationRequest, SamplingParams, StepCost, Transfer
 from serving.core.validation import num_positions_needed
 from serving.fake_executor import Fault
 from serving.fake_store import FakeStore
 from tests.core.drive import Drive
-from tests.core.driver import limits, prompt
+from tests.core.driver import VOCAB_SIZE, limits, mask_of, prompt
 
 MAX_MODEL_LEN = 96
+ODD = mask_of(range(1, VOCAB_SIZE, 2))
 SAMPLINGS = [
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -30,6 +31,7 @@ SAMPLINGS = [
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests with shared prefixes, steps, aborts in every phase, resets, NaN, rejected steps, lost devices and keys.
+    Without drafts or with, which hold always, never or sometimes, are all verified or chosen by cost.
 
     D22: ids stay inside the pools (the device checks every plan) and none leaks or is shared for writing (the scheduler
     checks itself after every operation). D21, D42: whatever happened, the tokens of a request equal those of the model
@@ -44,7 +46,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         block = draw(st.sampled_from([4, 8, 16]), label="block")
         num_rows = draw(st.integers(1, 4), label="rows")
         token_budget = draw(st.sampled_from(["adaptive", "adaptive", "additive", "static"]), label="token budget")
-        slots = draw(st.sampled_from([0, 0, 1, 3]), label="draft slots")
+        drafts = draw(st.sampled_from([k for k in (0, 1, 3, 7) if k < block]), label="drafts")
+        reserved = draw(st.sampled_from([None, 0, 1, 3]), label="draft slots")
+        slots = drafts if reserved is None else reserved
         has_host = draw(st.sampled_from([True, True, False]), label="host")
         self.policy = SchedulerPolicy(
             block=block,
@@ -53,7 +57,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             checkpoint_stride=block * draw(st.sampled_from([1, 1, 2, 3]), label="stride"),
             checkpoint_every=block * draw(st.sampled_from([0, 0, 2, 4]), label="every"),
             token_budget=token_budget,
-            reserve_draft_slots=slots,
+            reserve_draft_slots=reserved,
+            adaptive_verification=draw(st.booleans(), label="adaptive"),
             draft_capacity=draw(st.sampled_from([None, slots, 2 * slots]), label="capacity"),
         )
         self.limits = limits(
@@ -66,6 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_bytes=2,
             slot_bytes=draw(st.sampled_from([1, 5]), label="slot bytes"),
             host_cache_bytes=draw(st.sampled_from([15, 60, 1000]), label="host bytes") if has_host else 0,
+            draft_tokens=drafts,
+            step_costs=self._costs(draw(st.sampled_from([0.0, 0.05, 0.3]), label="cost of a draft")),
         )
         self.random = random.Random(draw(st.integers(0, 99), label="the store's mood"))
         self.store_delay = draw(st.sampled_from([0, 0, 2, 6]), label="delay")
@@ -75,6 +82,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.policy,
             overlap=draw(st.booleans(), label="overlap"),
             store=FakeStore(delay=self._delay, is_failing=self._is_failing),
+            drafter=draw(st.sampled_from(["perfect", "random", "alternating", "wrong"]), label="drafter"),
+            confidence=draw(st.sampled_from([0.3, 0.9]), label="confidence"),
+        )
+
+    def _costs(self, each: float) -> tuple[StepCost, ...]:
+        """Of a step that takes 1 s, more by `each` a draft and by as much to draft; none when that is 0."""
+        return tuple(
+            StepCost(rows, drafts, is_drafting, 1 + each * (drafts + is_drafting))
+            for rows in (1, 4)
+            for drafts in (0, 28)
+            for is_drafting in (True, False)
+            if each
         )
 
     def _delay(self, transfer: Transfer) -> int:
@@ -92,10 +111,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling=st.sampled_from(SAMPLINGS),
         priority=st.sampled_from([0, 0, 0, 1, -1]),
         salt=st.sampled_from(["", "", "", "tenant"]),
+        kind=st.sampled_from(["plain", "plain", "plain", "undrafted", "masked"]),
     )
-    def add(self, base, blocks, unique, tail, max_tokens, sampling, priority, salt):
+    def add(self, base, blocks, unique, tail, max_tokens, sampling, priority, salt, kind):
         tokens = prompt(blocks * 16, base) + prompt(unique, 10 + tail)
-        self._add(tokens or (1,), max_tokens, sampling, priority, salt)
+        self._add(tokens or (1,), max_tokens, sampling, priority, salt, kind)
 
     @rule(length=st.integers(1, 30), count=st.integers(2, 4), max_tokens=st.integers(10, 60))
     def add_a_crowd(self, length, count, max_tokens):
@@ -191,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         last = self.drive.ledger.last
         return [name for name in last if name not in self.accepted]
 
-    def _add(self, tokens, max_tokens, sampling, priority, salt):
+    def _add(self, tokens, max_tokens, sampling, priority, salt, kind="plain"):
         # Most are made to fit, so that they run; some are left to be refused.
         num_positions = min(MAX_MODEL_LEN, (self.limits.num_pages - 1) * self.limits.page_size)
         if len(self.drive.requests) % 10:
@@ -204,8 +224,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling=sampling,
             priority=priority,
             cache_salt=salt,
+            may_draft=kind != "undrafted",
         )
-        self.drive.add(request)
+        self.drive.add(request, mask=(lambda said: ODD) if kind == "masked" else None)
         if request.request_id not in self.drive.ledger.last:
             self.accepted.add(request.request_id)
 

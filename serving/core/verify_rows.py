@@ -1,0 +1,100 @@
+"""Running requests with drafts: who verifies in a step, for which positions there must be room, and what came of it.
+
+How many drafts hold is known with a step's result, and the next step is planned before. So a row has between
+`num_written` and `most_written` positions when its step runs: pages cover the most, what is published counts the least.
+A row that has reached its end by then does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serving.core.crossings import may_cross, reserve_crossing
+from serving.core.growth import cover
+from serving.core.plan_draft import PlanDraft, VerifyDraft
+from serving.core.publishing import keep_state
+from serving.core.request import LiveRequest, Phase
+from serving.core.state import SchedulerState
+from serving.core.types import RowResult
+
+
+def plan_verifies(state: SchedulerState, draft: PlanDraft) -> None:
+    """Let every decoding request verify its drafts and sample one token more, the oldest first."""
+    decodes = draft.decodes
+    candidates = state.decoding[: draft.budget.num_single]
+    choice = state.drafting.choose(candidates, _room_for_drafts(state, draft, len(candidates)))
+    verify = draft.verify = VerifyDraft(num_drafts=choice.num_drafts, is_drafting=choice.is_drafting)
+    each = min(state.limits.draft_tokens, choice.num_drafts)
+    for request in candidates:
+        num_drafts = each if request.has_drafts else 0
+        if request.num_written + request.num_unsure + 1 + num_drafts >= request.pause_at:
+            if not _pass_pause(state, request, num_drafts, draft, verify):
+                continue
+            num_drafts = min(num_drafts, state.drafting.most_drafts(request))
+        request.dispatch_verify(num_drafts)
+        request.has_drafts = choice.is_drafting and request.may_draft
+        decodes.append(request)
+        verify.each.append(num_drafts)
+    verify.num_drafts = min(choice.num_drafts, sum(verify.each))
+    draft.budget.charge(len(decodes) + verify.num_drafts, len(decodes))
+
+
+def note_verified(state: SchedulerState, request: LiveRequest, row: RowResult, most: int) -> None:
+    """Take note of a decode's result, which was to verify `most` drafts at most."""
+    num_accepted = len(row.token_ids) - 1
+    if not 0 <= num_accepted <= row.num_drafted <= most:
+        raise AssertionError(f"request {request.request_id} verifies {most} drafts and got the result {row}")
+    if row.num_drafted:
+        state.drafting.note(request.survival, row.num_drafted, num_accepted)
+    if request.row is not None:
+        request.settle_verify(most, len(row.token_ids))
+
+
+def count_verified(state: SchedulerState, row: RowResult, num_taken: int) -> None:
+    """Count what a decode brought to a request that took `num_taken` of its tokens."""
+    counts, num_accepted = state.counts, min(len(row.token_ids) - 1, num_taken)
+    counts.verify_rows += 1
+    for position in range(row.num_drafted):
+        counts.drafted[position] += 1
+        counts.accepted[position] += position < num_accepted
+
+
+def last_drafts(requests: Sequence[LiveRequest], *, is_drafting: bool) -> None:
+    """Note that a step samples the first token of `requests`, and may leave them drafts."""
+    for request in requests:
+        request.has_drafts = is_drafting and request.may_draft
+
+
+def _room_for_drafts(state: SchedulerState, draft: PlanDraft, num_rows: int) -> int:
+    """Tokens for drafts: at most half of what the rows leave while prompts wait, who also get a block if there is one.
+
+    So a prompt moves in every step in which it would move without drafts.
+    """
+    room = draft.budget.room_beyond(num_rows)
+    if state.prefilling or (state.waiting and state.rows.num_free):
+        return max(0, min(room // 2, room - state.policy.block))
+    return max(0, room)
+
+
+def _pass_pause(
+    state: SchedulerState, request: LiveRequest, num_drafts: int, draft: PlanDraft, verify: VerifyDraft
+) -> bool:
+    """Do what is due where a page may be full; False when the request does not decode in this step."""
+    if request.phase is not Phase.DECODE:
+        return False  # preempted for an older one, earlier in this loop
+    written, size = request.num_written, state.limits.page_size
+    if written == request.end_at:
+        state.decoding.remove(request)
+        request.phase = Phase.LAST
+        return False
+    if state.policy.prefix_cache:
+        state.cache.publish(request, min(written, len(request.tokens)))
+    most = min(request.most_written + 1 + num_drafts, request.end_at)
+    if not cover(state, request, most, draft):
+        return False
+    if written == request.most_written and written % state.policy.block == 0:
+        keep_state(state, request, draft)
+    if may_cross(state, request, most) and (crossing := reserve_crossing(state, request)) is not None:
+        verify.crossings.append(crossing)
+    request.pause_at = min((written // size + 1) * size, request.end_at)
+    return True
