@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import draft_attention, draft_context, draft_heads, draft_layers
+from k3jax.cache import Leaf
 from k3jax.draft_config import DraftConfig
 from k3jax.draft_rotation import rotation
 from k3jax.layers import HIGHEST, linear, wide, wide_dtype
@@ -24,9 +25,9 @@ from k3jax.sharding.collectives import SINGLE, Parallel
 class Heads(NamedTuple):
     """What the heads say about every row of a block, all wide."""
 
-    base: Float[Array, "*B X"]
-    corrected: Float[Array, "*B X"]  # with the Markov bias of the previous token
-    confidence: Float[Array, "*B"] | None  # before the sigmoid; None without the head
+    base: Leaf  # [*B, X]
+    corrected: Leaf  # [*B, X] with the Markov bias of the previous token
+    confidence: Leaf  # [*B] before the sigmoid; None without the head
 
 
 def block_tokens(token_ids: Int[Array, "B T"], anchors: Int[Array, "B A"], config: DraftConfig):

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from k3jax import draft_heads, sampling
+from k3jax.cache import Leaf
 from k3jax.draft_config import DraftConfig
 from k3jax.layers import linear, wide
 from k3jax.params import Tree
@@ -26,9 +27,9 @@ Choose = Callable[[Array, Array], Array]
 class Proposal(NamedTuple):
     """K drafts of every row."""
 
-    tokens: Int[Array, "R K"]
-    logits: Float[Array, "R K X"]  # what each was chosen from, wide, this rank's share of the vocabulary
-    survival: Float[Array, "R K"]  # how likely a draft and all before it are accepted, float32; NaN becomes 0
+    tokens: Leaf  # [R, K] int32
+    logits: Leaf  # [R, K, X] what each was chosen from, wide, this rank's share of the vocabulary
+    survival: Leaf  # [R, K] how likely a draft and all before it are accepted, float32; NaN becomes 0
 
 
 def greedy(parallel: Parallel) -> Choose:

@@ -59,11 +59,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 21,
         "tap_norm": True,
         "confidence_reads_markov": False,
+        "rms_norm_eps": 0.1,
     },
     # A window shorter than the block, and later rows of the block in sight.
     "gqa_short_window": _GQA | {"rope": _HALF, "sliding_window": 3, "has_confidence": False},
     "mla": _MLA,
-    "mla_tap_norm": _MLA | {"tap_norm": True, "q_lora_rank": 5},
+    # An epsilon that a default would give away.
+    "mla_tap_norm": _MLA | {"tap_norm": True, "q_lora_rank": 5, "rms_norm_eps": 0.1},
 }
 
 

@@ -87,3 +87,23 @@ def test_gradients_reach_every_parameter_and_layers_may_be_apart(x64, kind):
     np.testing.assert_allclose(other, value, rtol=1e-12)
     restacked = params.map_tree(lambda _, leaf: jnp.stack(leaf) if isinstance(leaf, tuple) else leaf, other_gradient)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), restacked, gradient)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_packed_documents_blocks_are_those_of_the_document_alone(x64, kind):
+    """Positions count in the row, but only their differences matter."""
+    config = draft_config(kind)
+    tree = jax.tree.map(jnp.asarray, random_draft(config))
+    embed = jnp.asarray(target_tables(config)[0])
+    rng = np.random.default_rng(3)
+    taps = jnp.asarray(rng.normal(0, 1, (1, 30, len(config.taps) * config.target_hidden_size)))
+    ids, anchors = jnp.asarray([[5, 9, 30]]), jnp.asarray([[12, 20, 30]])  # the document's first token, one, its end
+    packed = draft_forward.forward(tree, config, embed, taps, ids, anchors, jnp.asarray([[1] * 12 + [2] * 18]))
+    alone = draft_forward.forward(tree, config, embed, taps[:, 12:], ids, anchors - 12)
+    np.testing.assert_allclose(packed, alone, rtol=0, atol=1e-11)
+
+
+def test_true_tokens_of_blocks_start_at_the_anchor_and_stop_at_the_end():
+    config = draft_config("gqa")
+    found = draft_forward.block_tokens(jnp.arange(10, 30)[None], jnp.asarray([[0, 17]]), config)
+    np.testing.assert_array_equal(found[0], [[10, 11, 12, 13, 14, 15], [27, 28, 29, 29, 29, 29]])
