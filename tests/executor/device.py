@@ -14,6 +14,9 @@ import numpy as np
 
 from k3jax import params, presets
 from k3jax.cache import CacheShape
+from k3jax.draft_params import abstract_draft
+from k3jax.draft_sharding import place
+from k3jax.draft_state import Drafting
 from k3jax.pallas import dispatch
 from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
@@ -33,6 +36,7 @@ from serving.executor_limits import limits_of
 from serving.state.store import HostMemoryStore, StateStore
 from serving.step_loop import StepLoop
 from tests.core.driver import Ledger, run_to_end
+from tests.k3jax.draft_models import draft_config, random_draft
 from tests.k3jax.golden_data import random_params
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -61,16 +65,20 @@ def device_executor(
     store: StateStore | None = None,
     mixed_batch: MixedBatch = "zero-copy",
     max_step_tokens: int = 128,
+    drafting: Drafting | None = None,
     **parallel_options: bool,
 ) -> DeviceExecutor:
-    """Random weights in float64 on `tp` devices, the same ones for every `tp`."""
+    """Random weights in float64 on `tp` devices, the same ones for every `tp`. So are those of a draft."""
     tree, mesh = params.abstract(CONFIG), make_mesh(tp)
+    draft = {} if drafting is None else random_draft(drafting.config)
     parallel = parallel_of(mesh, **parallel_options)
     cache_shape = CacheShape(
         num_rows=num_rows, num_pages=6 * num_rows + 1, num_slots=num_slots or num_rows + 1, pages_per_row=PAGES_PER_ROW
     )
     with in_float64():
-        drawn = dict(params.flatten(random_params(CONFIG)))
+        if drafting is not None:
+            tree |= {"draft": place(abstract_draft(drafting.config), drafting.config, parallel)}
+        drawn = dict(params.flatten(random_params(CONFIG) | ({"draft": draft} if draft else {})))
         values = params.map_tree(lambda path, spec: jnp.asarray(drawn[path], spec.dtype(jnp.float64)), tree)
         program = StepProgram(
             config=CONFIG,
@@ -80,6 +88,8 @@ def device_executor(
             mesh=mesh,
             parallel=parallel,
             mixed_batch=mixed_batch,
+            ops=dispatch.with_rollback(dispatch.Ops(), drafting.rollback if drafting else "replay"),
+            drafting=drafting,
             unstacked=True,
         )
         limits = limits_of(
@@ -92,6 +102,19 @@ def device_executor(
         _, kernels = dispatch.choose("cpu")
         weights = jax.device_put(values, param_shardings(tree, mesh, parallel))
         return DeviceExecutor(program, weights, limits, kernels=kernels, store=store)
+
+
+def draft_of(kind: str = "gqa", *, tokens: int = 4, **changes: Any) -> Drafting:
+    """A small draft for the test model; `changes` are those of `Drafting`."""
+    config = draft_config(
+        kind,
+        vocab_size=CONFIG.vocab_size,
+        mask_token_id=CONFIG.vocab_size - 1,
+        hidden_size=CONFIG.hidden_size,
+        target_hidden_size=CONFIG.hidden_size,
+        taps=(0, 2),
+    )
+    return Drafting(config=config, tokens=tokens, **changes)
 
 
 class Borrowed:

@@ -1,0 +1,200 @@
+"""What drafts are worth, as ratios in one run: `python scripts/bench_drafts.py --model demo`.
+
+Sections, printed as JSON lines: `acceptance`, tokens committed per verify step on the demo's questions; `speed`, tokens
+per second without a draft, with one, with a useless one, and with rollback by snapshots; `capacity`, requests that a
+pool holds by either rollback, beside the published figure; `idle`, how long a GPU waits between two steps.
+`--model slice` is the K3 rank slice of scripts/bench_slice.py with a random draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from draft_bench import capacity, gpu_idle, ways  # noqa: E402
+from engine_bench.harness import GREEDY, compare, emit, serve  # noqa: E402
+
+from k3jax import presets  # noqa: E402
+from k3jax.chat import load_chat_literals, render_chat  # noqa: E402
+from k3jax.draft_state import Drafting  # noqa: E402
+from k3jax.sharding.collectives import Parallel  # noqa: E402
+from k3jax.sharding.mesh import AXES  # noqa: E402
+from k3jax.tokenizer import load_tokenizer  # noqa: E402
+from serving.core.policy import SchedulerPolicy  # noqa: E402
+from serving.core.types import SamplingParams  # noqa: E402
+from serving.executor import DeviceExecutor  # noqa: E402
+from serving.launch import DEMO_FOLDER  # noqa: E402
+from serving.step_loop import StepLoop  # noqa: E402
+
+SECTIONS = ("capacity", "acceptance", "speed", "idle")
+SPLITS = {"train": "training questions", "held_out_phrasing": "held-out phrasings"}
+CAPACITY_TOKENS = tuple(16384 * 2**power for power in range(7))
+
+
+def main() -> int:
+    """Run the sections."""
+    args = parse()
+    dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    target = ways.demo(dtype) if args.model == "demo" else ways.rank_slice(args.layers, dtype)
+    emit(model=target.name, device=jax.devices()[0].device_kind, dtype=dtype.name)
+    bench = Bench(args, target)
+    for name in args.section or SECTIONS:
+        getattr(bench, name)()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("demo", "slice"), default="demo")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the slice (default: 4)")
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="repeat for several (default: all)")
+    parser.add_argument("--concurrency", default="1,4,16", help="requests at a time (default: 1,4,16)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens per request at most (default: 64)")
+    parser.add_argument("--questions", type=int, default=50, help="questions of each set (default: 50)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs per figure; medians are printed (default: 5)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
+    return parser.parse_args()
+
+
+class Bench:
+    """One target and what is asked of it."""
+
+    def __init__(self, args: argparse.Namespace, target: ways.Target) -> None:
+        self.args = args
+        self.target = target
+        self.concurrencies = [int(count) for count in args.concurrency.split(",")]
+        self.rows = max(8, *self.concurrencies)
+        self.random = np.random.default_rng(0)
+
+    def loop(self, executor: DeviceExecutor, *, adaptive: bool = True) -> StepLoop:
+        policy = SchedulerPolicy(prefix_cache=False, adaptive_verification=adaptive)
+        return StepLoop(executor, clock=time.perf_counter, policy=policy, seed=0)
+
+    def prompts(self, count: int) -> list[tuple[int, ...]]:
+        """Questions of the demo; random tokens for the slice."""
+        if self.target.name == "demo":
+            known = [prompt for prompts in questions(self.args.questions).values() for prompt in prompts]
+            return [known[index] for index in self.random.integers(0, len(known), count)]
+        return [tuple(self.random.integers(3, self.target.config.vocab_size, 200).tolist()) for _ in range(count)]
+
+    def stops(self) -> tuple[int, ...]:
+        return (self.target.config.eos_token_id,) if self.target.name == "demo" else ()
+
+    def acceptance(self) -> None:
+        """Tokens per verify step, bonus included, every draft verified."""
+        if self.target.name != "demo":
+            return
+        executor = ways.build(self.target, "trained", rows=self.rows)
+        for temperature in (0.0, 1.0):
+            for split, prompts in questions(self.args.questions).items():
+                loop = self.loop(executor, adaptive=False)
+                sampling = SamplingParams(temperature=temperature, seed=1)
+                serve(loop, prompts, 256, self.rows, sampling, self.stops())
+                stats = loop.stats()
+                emit(
+                    bench="acceptance",
+                    split=SPLITS[split],
+                    temperature=temperature,
+                    drafts=executor.limits.draft_tokens,
+                    tokens_per_step=1 + stats.accepted_draft_tokens_total / max(1, stats.verify_rows_total),
+                    by_position=[
+                        round(accepted / max(1, stats.verify_rows_total), 3) for accepted in stats.accepted_draft_tokens_by_position
+                    ],
+                )
+        executor.close()
+
+    def speed(self) -> None:
+        """Tokens per second of the same requests, way by way in turn."""
+        names: dict[str, dict[str, Any]] = {"no draft": {"draft": None}}
+        for draft in self.target.drafts:
+            names[f"{draft} draft"] = {"draft": draft, "measures_costs": True}
+            names[f"{draft} draft, snapshots"] = {"draft": draft, "rollback": "snapshot", "measures_costs": True}
+        executors = {name: ways.build(self.target, rows=self.rows, **how) for name, how in names.items()}
+        for concurrency in self.concurrencies:
+            loops = {name: self.loop(executor) for name, executor in executors.items()}
+            runs: dict[str, Callable[[], float]] = {
+                name: lambda loop=loop, concurrency=concurrency: self._tokens_per_s(loop, concurrency)
+                for name, loop in loops.items()
+            }
+            compare("drafts", runs, "tokens/s", self.args.repeats, model=self.target.name, concurrency=concurrency)
+            for name, loop in loops.items():
+                stats = loop.stats()
+                if stats.verify_rows_total:
+                    emit(
+                        way=name,
+                        concurrency=concurrency,
+                        drafted_per_step=stats.draft_tokens_total / stats.verify_rows_total,
+                        accepted_per_step=stats.accepted_draft_tokens_total / stats.verify_rows_total,
+                    )
+        for executor in executors.values():
+            executor.close()
+
+    def _tokens_per_s(self, loop: StepLoop, concurrency: int) -> float:
+        self.random = np.random.default_rng(concurrency)  # every way answers the same
+        prompts = self.prompts(max(4, 2 * concurrency))
+        return serve(loop, prompts, self.args.new_tokens, concurrency, GREEDY, self.stops()).tokens_per_s
+
+    def capacity(self) -> None:
+        """Requests in a pool of fixed size, of K3 at TP8 by the published rule and of this model in our pools."""
+        snapshot, replay = capacity.published()
+        emit(
+            bench="capacity, published rule",
+            setting="K3 at TP8, 46.48 GiB, 262,144 tokens, fp8, 7 drafts",
+            requests={"replay": replay, "snapshot": snapshot},
+            gain_percent=100 * (replay / snapshot - 1),
+        )
+        k3, tp8 = presets.k3(), Parallel(axes=AXES, sizes=(8, 1))
+        drafting = Drafting(config=ways.published_draft(k3), tokens=7)
+        for tokens in CAPACITY_TOKENS:
+            used = {
+                way: capacity.own_bytes(k3, drafting, way, jnp.bfloat16, tp8, tokens) for way in ("replay", "snapshot")
+            }
+            emit(
+                bench="capacity, pools of their own",
+                setting=f"K3 at TP8, bf16, {tokens} tokens, 7 drafts",
+                mb_per_request={way: size / 1e6 for way, size in used.items()},
+                gain_percent=100 * (used["snapshot"] / used["replay"] - 1),
+            )
+
+    def idle(self) -> None:
+        """GPU time between the last kernel of a step and the first of the next, one request, overlap on."""
+        if jax.default_backend() != "gpu":
+            emit(bench="idle", skipped="only a GPU has kernels to look at")
+            return
+        draft = next(iter(self.target.drafts))
+        for name, how in {"no draft": None, f"{draft} draft": draft}.items():
+            executor = ways.build(self.target, how, rows=8)
+            loop = self.loop(executor, adaptive=False)
+            self._tokens_per_s(loop, 1)
+            gaps = gpu_idle.gaps_us(lambda loop=loop: self._tokens_per_s(loop, 1))
+            emit(bench="idle", way=name, steps=len(gaps), median_us=statistics.median(gaps[:200]))
+            executor.close()
+
+
+def questions(count: int) -> dict[str, list[tuple[int, ...]]]:
+    """The demo's questions as the server renders them, by split."""
+    tokenizer, literals = load_tokenizer(DEMO_FOLDER), load_chat_literals(DEMO_FOLDER)
+    found: dict[str, list[tuple[int, ...]]] = {split: [] for split in SPLITS}
+    for line in (DEMO_FOLDER / "questions.jsonl").read_text().splitlines():
+        question = json.loads(line)
+        if question["split"] in found and len(found[question["split"]]) < count:
+            messages = [{"role": "user", "content": question["question"]}]
+            rendered = render_chat(tokenizer, messages, literals=literals)
+            found[question["split"]].append(tuple(rendered))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

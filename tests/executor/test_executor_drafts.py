@@ -1,0 +1,177 @@
+"""Greedy tokens are those without a draft, whatever is drafted and however the scheduler serves. Float64.
+
+The waves, settings and answers are those of `test_executor_metamorphic`. Drafts come from an oracle (all right, all
+wrong, or mixed) or from a random draft model, which is nearly always wrong.
+"""
+
+import dataclasses
+import functools
+import random
+
+import pytest
+
+from serving.core.policy import SchedulerPolicy
+from serving.core.types import GenerationRequest
+from serving.executor import DeviceExecutor
+from serving.state.store import HostMemoryStore
+from serving.step_loop import StepLoop
+from tests.core.driver import run_to_end
+from tests.executor import test_executor_metamorphic as without
+from tests.executor.device import CONFIG, Borrowed, Recorder, device_executor, draft_of
+from tests.executor.oracle_drafter import answer_table, drafting_from
+from tests.executor.test_executor_metamorphic import NO_HOST, Setting
+
+SEED = 1
+NUM_SEEDS = 8
+SETTINGS = {
+    "cache": Setting(limits=NO_HOST),
+    "warm cache": Setting(limits=NO_HOST, repeat=True),
+    "cache without overlap": Setting(overlap=False, limits=NO_HOST, repeat=True),
+    "no cache": Setting(policy=SchedulerPolicy(prefix_cache=False), limits=NO_HOST),
+    "split": Setting(policy=SchedulerPolicy(checkpoint="split"), limits=NO_HOST, repeat=True),
+    "no checkpoints": Setting(policy=SchedulerPolicy(checkpoint="off"), limits=NO_HOST, repeat=True),
+    "budget of one block": Setting(limits={"max_step_tokens": 64, **NO_HOST}, repeat=True),
+    "additive budget": Setting(policy=SchedulerPolicy(token_budget="additive"), limits=NO_HOST, repeat=True),
+    "static budget": Setting(policy=SchedulerPolicy(token_budget="static"), limits=NO_HOST, repeat=True),
+    "few pages": Setting(limits={"num_pages": 9, **NO_HOST}, repeat=True),
+    "few slots": Setting(limits={"num_slots": 4, **NO_HOST}, repeat=True),
+    "host tier": Setting(limits={"num_pages": 13, "num_slots": 10}, repeat=True),
+    "parking": Setting(limits={"num_pages": 9}, repeat=True),
+}
+QUICK = ("warm cache", "cache without overlap", "few pages", "parking")
+
+
+def numbered(seed: int) -> list[list[GenerationRequest]]:
+    """The waves of `seed`, each request with a seed of its own, by which the oracle knows it."""
+    waves = without.waves(seed)
+    return [
+        [
+            dataclasses.replace(
+                request, sampling=dataclasses.replace(request.sampling, seed=9 * (seed % NUM_SEEDS) + 3 * wave + i)
+            )
+            for i, request in enumerate(requests)
+        ]
+        for wave, requests in enumerate(waves)
+    ]
+
+
+@functools.cache
+def expected(seed: int) -> dict[str, list[int]]:
+    """Every request alone, without drafts."""
+    tokens: dict[str, list[int]] = {}
+    for request in (request for wave in numbered(seed) for request in wave):
+        loop = StepLoop(Borrowed(_plain(), **NO_HOST), clock=lambda: 0.0, seed=0, policy=without.PLAIN.policy)
+        recorder = Recorder()
+        recorder.take(loop.add(request))
+        run_to_end(loop, recorder)
+        tokens |= recorder.tokens
+        _plain().reset()
+    return tokens
+
+
+@functools.cache
+def _plain() -> DeviceExecutor:
+    return device_executor(num_rows=4)
+
+
+@functools.cache
+def drafting_executor(kind: str, seeds: tuple[int, ...] = (SEED,), rollback="replay") -> DeviceExecutor:
+    """Drafts of `kind`; an oracle knows the answers of `seeds`."""
+    build = functools.partial(
+        device_executor,
+        num_rows=8,
+        num_slots=20,
+        store=HostMemoryStore(2**24),
+        drafting=draft_of("mla" if kind == "mla" else "gqa", rollback=rollback),
+    )
+    if kind in ("model", "mla"):
+        return build()
+    answers = {}
+    for seed in seeds:
+        for request in (request for wave in numbered(seed) for request in wave):
+            number = request.sampling.seed
+            assert number is not None
+            answers[number] = (len(request.prompt_token_ids), expected(seed)[request.request_id])
+    with drafting_from(answer_table(answers), kind, CONFIG.vocab_size):
+        return build()
+
+
+def serve(executor: DeviceExecutor, seed: int, setting: Setting) -> tuple[list[dict[str, list[int]]], StepLoop]:
+    """The tokens of every repetition."""
+    loop = StepLoop(
+        Borrowed(executor, **setting.limits), clock=lambda: 0.0, seed=0, policy=setting.policy, overlap=setting.overlap
+    )
+    answers = []
+    for _ in range(2 if setting.repeat else 1):
+        recorder = Recorder()
+        for wave in numbered(seed):
+            for request in wave:
+                recorder.take(loop.add(request))
+            run_to_end(loop, recorder)
+            loop.check_integrity()
+        answers.append(recorder.tokens)
+    executor.reset()
+    return answers, loop
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_mixed_drafts_change_no_token_in_any_setting(name):
+    answers, loop = serve(drafting_executor("mixed"), SEED, SETTINGS[name])
+    assert answers == [expected(SEED)] * len(answers)
+    stats = loop.stats()
+    assert 0 < stats.accepted_draft_tokens_total < stats.draft_tokens_total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "mixed", "model", "mla"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_drafter_changes_a_token(name, kind):
+    answers, _ = serve(drafting_executor(kind), SEED, SETTINGS[name])
+    assert answers == [expected(SEED)] * len(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_random_mixes_with_mixed_drafts_get_the_same_tokens(name):
+    seeds = tuple(range(2, 6))
+    executor = drafting_executor("mixed", seeds)
+    for seed in seeds:
+        answers, _ = serve(executor, seed, SETTINGS[name])
+        assert answers == [expected(seed)] * len(answers)
+
+
+@pytest.mark.slow
+def test_snapshots_change_no_token():
+    answers, _ = serve(drafting_executor("mixed", rollback="snapshot"), SEED, SETTINGS["parking"])
+    assert answers == [expected(SEED)] * len(answers)
+
+
+def test_perfect_drafts_take_few_steps():
+    """User case D38: tokens per verify step are counted, bonus included, and the drafts that held are in the totals."""
+    _, loop = serve(drafting_executor("perfect"), SEED, SETTINGS["no cache"])
+    stats = loop.stats()
+    assert stats.accepted_draft_tokens_total == stats.draft_tokens_total > 0
+    assert stats.generation_tokens_total > 3 * stats.verify_rows_total
+
+
+@pytest.mark.slow
+def test_aborts_with_verifies_in_flight_leave_nothing_behind():
+    """Random aborts at random turns; those that finish have their tokens, and the pools are whole."""
+    executor, draw = drafting_executor("mixed"), random.Random(0)
+    for _ in range(6):
+        loop, recorder = StepLoop(Borrowed(executor), clock=lambda: 0.0, seed=0), Recorder()
+        requests = [request for wave in numbered(SEED) for request in wave]
+        for request in requests:
+            recorder.take(loop.add(request))
+        aborted = set()
+        while loop.has_requests:
+            recorder.take(loop.step() or [])
+            live = [r.request_id for r in requests if r.request_id not in recorder.last]
+            if live and draw.random() < 0.2:
+                aborted.add(name := draw.choice(live))
+                recorder.take(loop.abort(name))
+            loop.check_integrity()
+        for name, tokens in expected(SEED).items():
+            got = recorder.tokens.get(name, [])
+            assert got == (tokens[: len(got)] if name in aborted else tokens)
+        executor.reset()
