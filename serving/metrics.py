@@ -33,6 +33,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_pages", "Pages that a later prompt can find.", lambda stats: stats.pages_cached),
     ("prefix_cache_checkpoints", "KDA states that a later prompt can find.", lambda stats: stats.checkpoints_held),
     ("host_cache_bytes", "Bytes of state in host memory.", lambda stats: stats.host_bytes_used),
+    ("spec_decode_num_drafts_allowed", "Drafts that the newest step may verify.", lambda s: s.last_num_drafts),
 )
 _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of requests whose prompt is done.", lambda stats: stats.prompt_tokens_total),
@@ -56,6 +57,21 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("host_stores", "Transfers to host memory that ended well.", lambda stats: stats.host_stores_total),
     ("host_loads", "Transfers from host memory that ended well.", lambda stats: stats.host_loads_total),
     ("host_failures", "Transfers that did not.", lambda stats: stats.host_failures_total),
+    ("spec_decode_num_drafts", "Results of rows in steps with a draft model.", lambda s: s.verify_rows_total),
+    ("spec_decode_num_draft_tokens", "Drafts verified.", lambda stats: stats.draft_tokens_total),
+    ("spec_decode_num_accepted_tokens", "Of them, accepted.", lambda stats: stats.accepted_draft_tokens_total),
+)
+_BY_POSITION: tuple[tuple[str, str, Callable[[EngineStats], tuple[int, ...]]], ...] = (
+    (
+        "spec_decode_num_draft_tokens_per_pos",
+        "Drafts verified, by their place in the block.",
+        lambda stats: stats.draft_tokens_by_position,
+    ),
+    (
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Of them, accepted.",
+        lambda stats: stats.accepted_draft_tokens_by_position,
+    ),
 )
 
 
@@ -172,6 +188,11 @@ class _EngineCollector(Collector):
         for name, help, read in _TOTALS:
             counter = CounterMetricFamily(f"k3jax_{name}", help, labels=["model_name"])
             counter.add_metric(self._labels, read(stats))
+            yield counter
+        for name, help, by_position in _BY_POSITION:
+            counter = CounterMetricFamily(f"k3jax_{name}", help, labels=["model_name", "position"])
+            for position, count in enumerate(by_position(stats)):
+                counter.add_metric([*self._labels, str(position)], count)
             yield counter
         seconds = CounterMetricFamily(
             "k3jax_step_seconds", "Seconds spent in each phase of the step.", labels=["model_name", "phase"]

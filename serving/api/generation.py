@@ -23,6 +23,8 @@ class RunningChoice:
     choice: Choice
     prompt_index: int = 0
     cached_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     is_finished: bool = False
 
 
@@ -83,6 +85,8 @@ class Generation:
             if running.is_finished:
                 continue  # what was on its way when a stop string ended the choice
             running.cached_tokens = max(running.cached_tokens, delta.cached_tokens)
+            running.num_drafted += delta.num_drafted
+            running.num_accepted += delta.num_accepted
             if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._finish(index, str(delta.finish_reason), is_engine_done=True)
                 raise _engine_error(delta)
@@ -107,7 +111,11 @@ class Generation:
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(running.cached_tokens for running in firsts)},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(running.choice.reasoning_tokens for running in self.choices)
+                "reasoning_tokens": sum(running.choice.reasoning_tokens for running in self.choices),
+                "accepted_prediction_tokens": sum(running.num_accepted for running in self.choices),
+                "rejected_prediction_tokens": sum(
+                    running.num_drafted - running.num_accepted for running in self.choices
+                ),
             },
         }
 

@@ -13,6 +13,7 @@ from serving.core.types import FinishReason, OutputDelta, RowResult, StepResult
 from serving.core.verify_rows import count_verified, note_verified
 
 _new_tuple = tuple.__new__
+_NAN_ERROR = "The model produced NaN for this request."
 
 
 def take_result(state: SchedulerState, result: StepResult) -> list[OutputDelta]:
@@ -34,7 +35,7 @@ def take_result(state: SchedulerState, result: StepResult) -> list[OutputDelta]:
                 tokens.append(token_ids[0])
                 num_plain += 1
                 # A third of the time that OutputDelta(request.request_id, token_ids) takes.
-                deltas.append(_new_tuple(OutputDelta, (request.request_id, token_ids, (), None, None, 0, None)))
+                deltas.append(_new_tuple(OutputDelta, (request.request_id, token_ids, (), None, None, 0, None, 0, 0)))
                 continue
         if is_nan:
             # Whether or not anybody waits for the result any more.
@@ -42,7 +43,7 @@ def take_result(state: SchedulerState, result: StepResult) -> list[OutputDelta]:
         if request.phase is Phase.ENDED or request in dispatched.stale:
             continue
         if is_nan:
-            deltas.append(end(state, request, FinishReason.ERROR, "The model produced NaN for this request."))
+            deltas.append(end(state, request, FinishReason.ERROR, _NAN_ERROR))
         else:
             deltas.append(_accept(state, request, row))
     state.counts.generated_tokens += num_plain
@@ -58,26 +59,41 @@ def _take_bursts(
     if any(row.num_drafted for row in result.rows):
         state.drafting.note_step()
     deltas: list[OutputDelta] = []
+    num_plain = 0
     for index, (request, row) in enumerate(zip(dispatched.sampled, result.rows, strict=True)):
+        _, token_ids, _, is_nan, _, _, survival = row
         crossing = crossings.get(request)
-        if row.is_nan:
+        if request.is_plain and crossing is None and not is_nan and index < num_decodes:
+            tokens, num_tokens = request.tokens, len(token_ids)
+            if len(tokens) + num_tokens <= request.end_at and request.stop_token_ids.isdisjoint(token_ids):
+                note_verified(state, request, row, verify.each[index])
+                count_verified(state, row, num_tokens)
+                if verify.is_drafting:
+                    request.survival = survival
+                tokens.extend(token_ids)
+                num_plain += num_tokens
+                fields = (request.request_id, token_ids, (), None, None, 0, None, row.num_drafted, num_tokens - 1)
+                deltas.append(_new_tuple(OutputDelta, fields))
+                continue
+        if is_nan:
             _distrust(state, request, has_come_back=request in dispatched.stale)
         is_past = request.phase is Phase.ENDED or request in dispatched.stale
-        if is_past or row.is_nan:
+        if is_past or is_nan:
             abandon_crossing(state, crossing, row)
         if is_past:
             continue
-        if row.is_nan:
-            deltas.append(end(state, request, FinishReason.ERROR, "The model produced NaN for this request."))
+        if is_nan:
+            deltas.append(end(state, request, FinishReason.ERROR, _NAN_ERROR))
             continue
         if index < num_decodes:
             note_verified(state, request, row, verify.each[index])
         if verify.is_drafting and request.row is not None:
-            request.survival = row.survival
+            request.survival = survival
         delta = _accept(state, request, row, crossing)
         if index < num_decodes:
             count_verified(state, row, len(delta.token_ids))
         deltas.append(delta)
+    state.counts.generated_tokens += num_plain
     return deltas
 
 
@@ -107,6 +123,8 @@ def _accept(
         None,
         request.num_cached if is_first else 0,
         request.queued_s if is_first else None,
+        result.num_drafted,
+        min(num_taken, len(result.token_ids) - 1),
     )
 
 

@@ -73,6 +73,8 @@ class OutputDelta(NamedTuple):
     error: str | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     queued_s: float | None = None  # from arrival to the first admission; on the first delta with tokens
+    num_drafted: int = 0  # drafts verified for these tokens
+    num_accepted: int = 0  # of the tokens, those that were drafts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
