@@ -15,6 +15,7 @@ from serving.config import CHECKPOINTS, TOKEN_BUDGETS
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
 from serving.simulation.cost import CostModel
+from serving.simulation.drafts import DraftModel
 from serving.simulation.run import Report, simulate
 from serving.simulation.trace import Synthetic, read_trace
 
@@ -22,6 +23,12 @@ from serving.simulation.trace import Synthetic, read_trace
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 2 for settings or a trace that cannot work."""
     args = _parser().parse_args(arguments)
+    try:
+        cost = CostModel() if args.cost is None else CostModel.from_file(args.cost)
+        drafts = DraftModel(acceptance=args.acceptance, confidence=args.confidence, seed=args.seed)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     limits = ExecutorLimits(
         num_rows=args.max_num_seqs,
         num_pages=args.num_pages,
@@ -33,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page_bytes=args.page_kb * 1000,
         slot_bytes=args.slot_kb * 1000,
         host_cache_bytes=int(args.host_cache_gb * 10**9),
+        draft_tokens=args.draft_tokens,
+        step_costs=cost.step_costs(args.max_num_seqs, args.draft_tokens) if args.draft_tokens else (),
         identity="simulation",
     )
     try:
@@ -41,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             checkpoint=args.checkpoint,
             token_budget=args.token_budget,
             reserve_draft_slots=args.reserve_draft_slots,
+            adaptive_verification=args.adaptive_verification,
         )
-        cost = CostModel() if args.cost is None else CostModel.from_file(args.cost)
         if args.trace is not None:
             entries = read_trace(args.trace)
         else:
@@ -56,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rate_per_s=args.rate,
                 seed=args.seed,
             ).entries()
-        report = simulate(entries, limits, policy, cost, progress=True)
+        report = simulate(entries, limits, policy, cost, drafts=drafts, progress=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -73,6 +82,8 @@ def table(report: Report) -> str:
         ("TTFT median / p90 / p99", " / ".join(f"{1e3 * value:.0f} ms" for value in report.ttft_s)),
         ("TPOT median / p90 / p99", " / ".join(f"{1e3 * value:.2f} ms" for value in report.tpot_s)),
         ("output", f"{report.output_tokens} tokens, {report.output_tokens_per_s:.0f} tokens/s"),
+        ("drafts accepted", f"{report.accepted_tokens} of {report.draft_tokens} verified"),
+        ("accepted per step", f"{report.accepted_per_step:.2f} by a row"),
         ("prefix cache", f"{report.cached_tokens} of {report.prompt_tokens} prompt tokens, {report.hit_rate:.1%}"),
         ("preemptions", f"{report.preemptions}"),
     ]
@@ -117,10 +128,34 @@ def _parser() -> argparse.ArgumentParser:
     device.add_argument("--host-cache-gb", type=float, default=0.0, metavar="GB", help="host tier (default: none)")
     policy = parser.add_argument_group("policy")
     policy.add_argument("--token-budget", choices=TOKEN_BUDGETS, default="adaptive")
-    policy.add_argument("--reserve-draft-slots", type=int, default=0, metavar="N")
+    policy.add_argument("--reserve-draft-slots", type=int, metavar="N", help="default: what the draft needs")
     policy.add_argument("--checkpoint", choices=CHECKPOINTS, default="internal")
     policy.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
+    draft = parser.add_argument_group("drafts")
+    draft.add_argument(
+        "--draft-tokens", type=int, choices=range(16), default=0, metavar="K", help="drafts per request (default: none)"
+    )
+    draft.add_argument(
+        "--acceptance",
+        type=_chances,
+        default=(0.8,),
+        metavar="P[,P...]",
+        help="chance of a draft whose predecessors hold, by position (default: 0.8)",
+    )
+    draft.add_argument(
+        "--confidence", type=_chances, metavar="P[,P...]", help="what the draft says of it (default: the truth)"
+    )
+    draft.add_argument(
+        "--adaptive-verification",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="verify as many drafts as pay by the costs of steps, else all",
+    )
     return parser
+
+
+def _chances(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def _positive(text: str) -> int:

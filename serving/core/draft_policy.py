@@ -13,6 +13,7 @@ and then, for at most one hundredth of the time.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from serving.core.request import LiveRequest
 from serving.core.step_costs import CostTable
 from serving.core.types import ExecutorLimits
 
-_WINDOW = 128  # drafts of a position, over which acceptance is remembered
+_WINDOW = 128  # rows with drafts verified, over which acceptance is remembered
 _PRIOR = 0.5  # drafts of a position taken as tried and accepted beforehand
 _TRIAL_SHARE = 0.01  # of the time, for drafts that do not seem to pay
 
@@ -36,28 +37,29 @@ class AcceptanceEstimate:
     """What became of the drafts verified lately, by position, against what was expected of them."""
 
     def __init__(self, num_positions: int) -> None:
-        self._tried = [0.0] * num_positions
-        self._expected = [0.0] * num_positions
-        self._accepted = [0.0] * num_positions
-
-    def age(self) -> None:
-        """Let what was noted so far count for `_WINDOW` drafts of a position at most; once a step."""
-        if self._tried[0] > _WINDOW:  # the first position is tried most
-            keep = _WINDOW / self._tried[0]
-            for counts in (self._tried, self._expected, self._accepted):
-                counts[:] = [count * keep for count in counts]
+        self._drafted = [0.0] * (num_positions + 1)  # rows by the number of drafts that they verified
+        self._accepted = [0.0] * (num_positions + 1)  # rows by the number that held
+        self._expected = [0.0] * num_positions  # sums of the chances given to what was verified
 
     def note(self, survival: Sequence[float], num_drafted: int, num_accepted: int) -> None:
         """Note a row: the chances that its drafts were given, how many were verified, and how many held."""
-        expected = survival or self.usual()
+        chances, expected = survival or self.usual(), self._expected
+        self._drafted[num_drafted] += 1
+        self._accepted[num_accepted] += 1
         for position in range(num_drafted):
-            self._tried[position] += 1
-            self._expected[position] += expected[position]
-            self._accepted[position] += position < num_accepted
+            expected[position] += chances[position]
+
+    def age(self) -> None:
+        """Let what was noted so far count for `_WINDOW` rows at most; once a step."""
+        num_rows = sum(self._drafted)
+        if num_rows > _WINDOW:
+            for counts in (self._drafted, self._accepted, self._expected):
+                counts[:] = [count * _WINDOW / num_rows for count in counts]
 
     def usual(self) -> tuple[float, ...]:
         """How likely drafts hold of which nothing is known."""
-        rates = [(_PRIOR + hits) / (_PRIOR + tried) for hits, tried in zip(self._accepted, self._tried, strict=True)]
+        tried, held = at_least(self._drafted), at_least(self._accepted)
+        rates = [(_PRIOR + hits) / (_PRIOR + count) for hits, count in zip(held, tried, strict=True)]
         return tuple(itertools.accumulate(rates, min))
 
     def scales(self) -> tuple[float, ...]:
@@ -65,11 +67,16 @@ class AcceptanceEstimate:
 
         Where little was tried a position follows all of them together.
         """
-        overall = (_PRIOR + sum(self._accepted)) / (_PRIOR + sum(self._expected))
+        held = at_least(self._accepted)
+        overall = (_PRIOR + sum(held)) / (_PRIOR + sum(self._expected))
         return tuple(
-            (_PRIOR * overall + hits) / (_PRIOR + expected)
-            for hits, expected in zip(self._accepted, self._expected, strict=True)
+            [(_PRIOR * overall + hits) / (_PRIOR + chance) for hits, chance in zip(held, self._expected, strict=True)]
         )
+
+
+def at_least[Number: (int, float)](counts: Sequence[Number]) -> list[Number]:
+    """From counts of 0, 1, 2, ... to counts of at least 1, 2, ..."""
+    return list(itertools.accumulate(reversed(counts[1:])))[::-1]
 
 
 class DraftPolicy:
@@ -99,21 +106,21 @@ class DraftPolicy:
         num_rows = len(requests)
         drafting = self._costs.curve(num_rows, is_drafting=True)
         plain = self._costs.curve(num_rows, is_drafting=False)
-        self._is_drafting = drafting.best(possible, num_rows).tokens_per_s > num_rows / plain.seconds(0) or (
-            drafting.seconds(0) <= plain.seconds(0)
-        )
+        best = drafting.best(possible, num_rows)
+        is_free = drafting.seconds(0) <= plain.seconds(0)
+        self._is_drafting = is_free or best.tokens_per_s > num_rows / plain.seconds(0)
         curve = drafting if self._is_drafting else plain
-        num_drafts = curve.best(held[:room], num_rows).num_drafts
-        if num_drafts or not possible:
-            return DraftChoice(num_drafts, self._is_drafting)
+        if curve is plain or held is not possible or best.num_drafts > room:
+            best = curve.best(held[:room], num_rows)
+        if best.num_drafts or not possible or not room:
+            return DraftChoice(best.num_drafts, self._is_drafting)
         self._trial_s += _TRIAL_SHARE * curve.seconds(0)
         if self._trial_s < drafting.seconds(self._most) - plain.seconds(0):
             return DraftChoice(0, self._is_drafting)
         if not held:
-            return DraftChoice(0, True)
-        num_drafts = min(room, self._most, len(held))
-        self._trial_s = 0.0 if num_drafts else self._trial_s
-        return DraftChoice(num_drafts, self._is_drafting)
+            return DraftChoice(0, True)  # to be tried in the next step
+        self._trial_s = 0.0
+        return DraftChoice(min(room, self._most, len(held)), self._is_drafting)
 
     def note_step(self) -> None:
         """Note that the result of a step that verified drafts is about to be noted."""
@@ -129,10 +136,21 @@ class DraftPolicy:
         held: list[float] = []
         missing: list[float] = []
         for request in requests:
-            most = self.most_drafts(request)
-            if most:
-                survival = request.survival or usual
-                chances = [min(1.0, s * scale) for s, scale in zip(survival[:most], scales, strict=False)]
+            if request.may_draft:
+                chances = map(operator.mul, request.survival or usual, scales)
+                num_left = request.end_at - request.num_written - 1
+                if num_left < self._most:
+                    chances = itertools.islice(chances, max(0, num_left))
                 (held if request.has_drafts else missing).extend(chances)
-        held.sort(reverse=True)
-        return held, sorted([*held, *missing], reverse=True) if missing else held
+        ordered = _falling(held)
+        return ordered, _falling([*held, *missing]) if missing else ordered
+
+
+def _falling(chances: list[float]) -> list[float]:
+    """The same, best first. No scale makes one more than certain."""
+    ordered = sorted(chances, reverse=True)
+    for index, chance in enumerate(ordered):
+        if chance <= 1:
+            break
+        ordered[index] = 1.0
+    return ordered

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from serving.core.budget import StepBudget
 from serving.core.crossings import withdraw_crossings
 from serving.core.decode import plan_decodes
+from serving.core.draft_policy import at_least
 from serving.core.hashing import root_digest
 from serving.core.integrity import check_integrity
 from serving.core.offload import write_back
@@ -242,6 +243,7 @@ class Scheduler:
         """Count everything as of now, except what only the loop around it knows."""
         state = self._state
         cache, counts = state.cache, state.counts
+        drafted, accepted = at_least(counts.drafted), at_least(counts.accepted)
         return EngineStats(
             num_running=len(state.running),
             num_waiting=self.num_waiting,
@@ -270,11 +272,11 @@ class Scheduler:
             host_stores_total=counts.stores,
             host_loads_total=counts.loads,
             host_failures_total=counts.failed_transfers,
-            verify_rows_total=counts.verify_rows,
-            draft_tokens_total=sum(counts.drafted),
-            accepted_draft_tokens_total=sum(counts.accepted),
-            draft_tokens_by_position=tuple(counts.drafted),
-            accepted_draft_tokens_by_position=tuple(counts.accepted),
+            verify_rows_total=sum(counts.drafted),
+            draft_tokens_total=sum(drafted),
+            accepted_draft_tokens_total=sum(accepted),
+            draft_tokens_by_position=tuple(drafted),
+            accepted_draft_tokens_by_position=tuple(accepted),
             last_num_drafts=counts.last_num_drafts,
         )
 

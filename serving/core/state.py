@@ -52,9 +52,8 @@ class Counts:
     stores: int = 0
     loads: int = 0
     failed_transfers: int = 0
-    verify_rows: int = 0
-    drafted: list[int] = dataclasses.field(default_factory=list)  # by position of the draft
-    accepted: list[int] = dataclasses.field(default_factory=list)
+    drafted: list[int] = dataclasses.field(default_factory=list)  # decodes by the drafts that they verified
+    accepted: list[int] = dataclasses.field(default_factory=list)  # the same by those that they returned
     last_num_drafts: int = 0
 
 
@@ -67,7 +66,8 @@ class SchedulerState:
         self.clock = clock
         self.rows = IdPool("rows", limits.num_rows)
         self.cache = PrefixCache(limits)
-        self.counts = Counts(drafted=[0] * limits.draft_tokens, accepted=[0] * limits.draft_tokens)
+        numbers = 1 + limits.draft_tokens
+        self.counts = Counts(drafted=[0] * numbers, accepted=[0] * numbers)
         self.drafting = DraftPolicy(limits, is_adaptive=policy.adaptive_verification)
         self.live: dict[str, LiveRequest] = {}
         self.waiting: list[LiveRequest] = []

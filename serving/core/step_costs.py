@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,11 +23,15 @@ class CostCurve:
     """Seconds of a step by the number of drafts: straight between the points, flat before, on as it was behind."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        self._points = points
+        self.points = points
+
+    def between(self, count: int) -> float:
+        """As `seconds`, flat also behind the last point; 0 without any."""
+        return self.seconds(min(count, self.points[-1][0])) if self.points else 0.0
 
     def seconds(self, num_drafts: int) -> float:
         """Of a step that verifies `num_drafts` drafts."""
-        points = self._points
+        points = self.points
         index = bisect.bisect_right(points, num_drafts, key=_at) - 1
         if index < 0:
             return points[0][1]
@@ -36,7 +41,7 @@ class CostCurve:
     def best(self, chances: Sequence[float], num_rows: int) -> Best:
         """How many of `chances`, which fall, bring the most: argmax over B of (rows + their sum) / seconds(B)."""
         totals = [float(num_rows), *itertools.accumulate(chances, initial=float(num_rows))][1:]
-        ends = [start for start, _ in self._points if 0 < start < len(chances)]
+        ends = [start for start, _ in self.points if 0 < start < len(chances)]
         best = Best(0, totals[0] / self.seconds(0))
         for low, high in itertools.pairwise([0, *ends, len(chances)]):
             count = self._best_between(chances, totals, low, high)
@@ -55,7 +60,7 @@ class CostCurve:
         return low + bisect.bisect_left(range(low, high), True, key=is_enough)
 
     def _slope(self, index: int) -> float:
-        points = self._points
+        points = self.points
         if len(points) < 2:
             return 0.0
         (start, seconds), (end, seconds_there) = points[min(index, len(points) - 2) :][:2]
@@ -65,7 +70,8 @@ class CostCurve:
 class CostTable:
     """Measured step costs, with what lies between them. More rows or more drafts never cost less.
 
-    Raises `ValueError` for a cost that is no time.
+    Steps that make no drafts save the draft pass, however many they verify. Raises `ValueError` for a cost that is no
+    time.
     """
 
     def __init__(self, costs: Iterable[StepCost]) -> None:
@@ -73,36 +79,65 @@ class CostTable:
         for cost in costs:
             if cost.rows < 1 or cost.num_drafts < 0 or not 0 < cost.seconds < math.inf:
                 raise ValueError(f"{cost} is no cost of a step. Give rows, drafts and seconds above 0.")
-        by_mode = {mode: [cost for cost in costs if cost.is_drafting is mode] for mode in (True, False)}
-        # Measured one way only, drafting is taken to cost nothing.
-        self._grids = {mode: _grid(by_mode[mode] or by_mode[not mode]) for mode in by_mode} if costs else {}
+        drafting = [cost for cost in costs if cost.is_drafting]
+        self._grid = _grid(drafting or costs)
+        self._saved = CostCurve(_saved(self._grid, costs) if drafting else [])
+        self._curves: dict[tuple[int, bool], CostCurve] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._grids)
+        return bool(self._grid)
 
     def curve(self, num_rows: int, *, is_drafting: bool) -> CostCurve:
         """The cost of a step of `num_rows` rows. Beyond the measured numbers of rows the nearest counts."""
-        rows, drafts, seconds = self._grids[is_drafting]
-        index = bisect.bisect_left(rows, num_rows)
-        if index == 0 or index == len(rows):
-            return CostCurve(list(zip(drafts, seconds[min(index, len(rows) - 1)], strict=True)))
-        share = (num_rows - rows[index - 1]) / (rows[index] - rows[index - 1])
-        less, more = seconds[index - 1], seconds[index]
-        return CostCurve([(d, a + share * (b - a)) for d, a, b in zip(drafts, less, more, strict=True)])
+        curve = self._curves.get((num_rows, is_drafting))
+        if curve is None:
+            points = _points(self._grid, num_rows)
+            if not is_drafting:
+                saved = min(self._saved.between(num_rows), 0.99 * points[0][1])
+                points = [(count, seconds - saved) for count, seconds in points]
+            curve = self._curves[num_rows, is_drafting] = CostCurve(points)
+        return curve
 
 
 def _at(point: tuple[int, float]) -> int:
     return point[0]
 
 
-def _grid(costs: Sequence[StepCost]) -> tuple[list[int], list[int], list[list[float]]]:
-    """Numbers of rows, numbers of drafts, and seconds for every pair, rising both ways."""
-    rows = sorted({cost.rows for cost in costs})
+def _grid(costs: Sequence[StepCost]) -> dict[int, CostCurve]:
+    """A curve for every number of rows, all with the same points; seconds rise both ways."""
     drafts = sorted({cost.num_drafts for cost in costs})
-    seconds: list[list[float]] = []
-    for count in rows:
-        measured = {cost.num_drafts: cost.seconds for cost in costs if cost.rows == count}
-        curve = CostCurve(sorted(measured.items()))
-        line = list(itertools.accumulate((curve.seconds(number) for number in drafts), max))
-        seconds.append([max(pair) for pair in zip(line, seconds[-1], strict=True)] if seconds else line)
-    return rows, drafts, seconds
+    grid: dict[int, CostCurve] = {}
+    before = [0.0] * len(drafts)
+    for rows in sorted({cost.rows for cost in costs}):
+        measured = CostCurve(_medians((cost.num_drafts, cost.seconds) for cost in costs if cost.rows == rows))
+        line = itertools.accumulate((measured.seconds(count) for count in drafts), max)
+        before = [max(pair) for pair in zip(line, before, strict=True)]
+        grid[rows] = CostCurve(list(zip(drafts, before, strict=True)))
+    return grid
+
+
+def _points(grid: dict[int, CostCurve], num_rows: int) -> list[tuple[int, float]]:
+    """The curve of `num_rows` rows, between those of the nearest numbers."""
+    below = max((rows for rows in grid if rows <= num_rows), default=min(grid))
+    above = min((rows for rows in grid if rows >= num_rows), default=max(grid))
+    share = (num_rows - below) / (above - below) if above > below else 0.0
+    pairs = zip(grid[below].points, grid[above].points, strict=True)
+    return [(count, less + share * (more - less)) for (count, less), (_, more) in pairs]
+
+
+def _saved(grid: dict[int, CostCurve], costs: Sequence[StepCost]) -> list[tuple[int, float]]:
+    """What the draft pass takes, by rows: the difference that steps without it make."""
+    saved = []
+    for cost in costs:
+        if not cost.is_drafting:
+            curve = CostCurve(_points(grid, cost.rows))
+            saved.append((cost.rows, max(0.0, curve.seconds(cost.num_drafts) - cost.seconds)))
+    return _medians(saved)
+
+
+def _medians(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """One point for each count, in order."""
+    seconds: dict[int, list[float]] = {}
+    for count, value in points:
+        seconds.setdefault(count, []).append(value)
+    return [(count, statistics.median(values)) for count, values in sorted(seconds.items())]

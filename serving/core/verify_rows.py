@@ -41,22 +41,19 @@ def plan_verifies(state: SchedulerState, draft: PlanDraft) -> None:
 
 def note_verified(state: SchedulerState, request: LiveRequest, row: RowResult, most: int) -> None:
     """Take note of a decode's result, which was to verify `most` drafts at most."""
-    num_accepted = len(row.token_ids) - 1
-    if not 0 <= num_accepted <= row.num_drafted <= most:
+    num_drafted, num_tokens = row.num_drafted, len(row.token_ids)
+    if not 0 < num_tokens <= num_drafted + 1 <= most + 1:
         raise AssertionError(f"request {request.request_id} verifies {most} drafts and got the result {row}")
-    if row.num_drafted:
-        state.drafting.note(request.survival, row.num_drafted, num_accepted)
+    if num_drafted:
+        state.drafting.note(request.survival, num_drafted, num_tokens - 1)
     if request.row is not None:
-        request.settle_verify(most, len(row.token_ids))
+        request.settle_verify(most, num_tokens)
 
 
 def count_verified(state: SchedulerState, row: RowResult, num_taken: int) -> None:
     """Count what a decode brought to a request that took `num_taken` of its tokens."""
-    counts, num_accepted = state.counts, min(len(row.token_ids) - 1, num_taken)
-    counts.verify_rows += 1
-    for position in range(row.num_drafted):
-        counts.drafted[position] += 1
-        counts.accepted[position] += position < num_accepted
+    state.counts.drafted[row.num_drafted] += 1
+    state.counts.accepted[min(len(row.token_ids) - 1, num_taken)] += 1
 
 
 def last_drafts(requests: Sequence[LiveRequest], *, is_drafting: bool) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import pathlib
 
-from serving.core.types import StepPlan
+from serving.core.types import StepCost, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,9 @@ class CostModel:
     prefill_token_us: float = 55.0
     slot_copy_us: float = 10.0
     context_token_us: float = 0.0  # per token of context that a decode row attends to
+    verify_token_us: float = 60.0  # per draft that is verified
+    draft_us: float = 400.0  # of the draft model, in a step that makes drafts
+    draft_row_us: float = 5.0  # per row that it drafts for
     host_gb_per_s: float = 40.0
 
     def __post_init__(self) -> None:
@@ -44,8 +47,29 @@ class CostModel:
             raise ValueError(f"{path}: {detail}. Fields are {', '.join(sorted(known))}.")
         return cls(**values)
 
+    def draft_s(self, num_rows: int, num_verified: int, *, is_drafting: bool) -> float:
+        """What drafts add to a step: those verified in it, and those made for the next one."""
+        made = self.draft_us + self.draft_row_us * num_rows if is_drafting else 0.0
+        return 1e-6 * (self.verify_token_us * num_verified + made)
+
+    def step_costs(self, max_rows: int, draft_tokens: int) -> tuple[StepCost, ...]:
+        """What the server would measure of such a device at its start."""
+        counts = sorted({min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)})
+        return tuple(
+            StepCost(
+                rows,
+                num_drafts,
+                is_drafting,
+                1e-6 * (self.step_us + self.decode_row_us * rows)
+                + self.draft_s(rows, num_drafts, is_drafting=is_drafting),
+            )
+            for rows in counts
+            for num_drafts in (0, rows * draft_tokens)
+            for is_drafting in (True, False)
+        )
+
     def step_s(self, plan: StepPlan, context_tokens: int = 0) -> float:
-        """Seconds of one step whose decode rows attend to `context_tokens` together."""
+        """Seconds of one step whose decode rows attend to `context_tokens` together, drafts left out."""
         prefill = 0
         for chunk in plan.chunks:
             prefill += len(chunk.token_ids)

@@ -22,6 +22,7 @@ from serving.core.types import (
     TransferResult,
 )
 from serving.simulation.cost import CostModel
+from serving.simulation.drafts import DraftModel, SimulatedDrafts
 from serving.simulation.trace import TraceEntry
 
 _MAX_STALLED = 10_000  # plans in a row without a step: arrivals and transfers end sooner in any trace that moves
@@ -44,6 +45,14 @@ class Report:
     output_tokens: int
     cached_tokens: int
     preemptions: int
+    verify_rows: int = 0  # decodes of steps with a draft model
+    draft_tokens: int = 0  # drafts verified
+    accepted_tokens: int = 0
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Drafts accepted per row and step, without the token that every step brings."""
+        return self.accepted_tokens / max(1, self.verify_rows)
 
     @property
     def hit_rate(self) -> float:
@@ -63,15 +72,26 @@ class _Timeline:
 
 
 def simulate(
-    entries: Iterable[TraceEntry], limits: ExecutorLimits, policy: SchedulerPolicy, cost: CostModel, *, progress=False
+    entries: Iterable[TraceEntry],
+    limits: ExecutorLimits,
+    policy: SchedulerPolicy,
+    cost: CostModel,
+    *,
+    drafts: DraftModel | None = None,
+    progress=False,
 ) -> Report:
-    """Replay `entries`. Raises `ValueError` when a request of the trace can never run within `limits`."""
+    """Replay `entries`; with `limits.draft_tokens` a draft model helps. Raises `ValueError` when a request of the trace
+    can never run within `limits`.
+    """
     now = 0.0
     scheduler = Scheduler(limits, policy=policy, clock=lambda: now)
     waiting = enumerate(entries)
     upcoming = next(waiting, None)
     open_requests: dict[str, _Timeline] = {}
     results = [RowResult(row=row, token_ids=(_TOKEN,)) for row in range(limits.num_rows)]
+    device = None
+    if limits.draft_tokens:
+        device = SimulatedDrafts(drafts or DraftModel(), limits, block=policy.block, token=_TOKEN)
     moving: list[tuple[float, int]] = []  # end, transfer id
     ttft, tpot = [], []
     num_done = num_failed = prompt_tokens = output_tokens = cached_tokens = own_tokens = num_steps = num_stalled = 0
@@ -119,8 +139,12 @@ def simulate(
         num_stalled = 0
         now += cost.step_s(plan)
         num_steps += 1
-        rows = [results[row] for row in plan.decode_rows]
-        rows += [results[chunk.row] for chunk in plan.chunks if chunk.is_last]
+        if device is None:
+            rows = [results[row] for row in plan.decode_rows]
+            rows += [results[chunk.row] for chunk in plan.chunks if chunk.is_last]
+        else:
+            rows, num_verified = device.run(plan)
+            now += cost.draft_s(len(rows), num_verified, is_drafting=plan.is_drafting)
         for delta in scheduler.apply(StepResult(step=plan.step, rows=tuple(rows))):
             timeline = open_requests[delta.request_id]
             if not timeline.num_tokens:
@@ -138,6 +162,7 @@ def simulate(
         if progress and time.monotonic() - reported > 5:
             reported = time.monotonic()
             print(f"{num_done} requests, {num_steps} steps, {now:.0f} s simulated", file=sys.stderr, flush=True)
+    stats = scheduler.stats()
     return Report(
         num_requests=num_done,
         num_failed=num_failed,
@@ -149,7 +174,10 @@ def simulate(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         cached_tokens=cached_tokens,
-        preemptions=scheduler.num_preemptions,
+        preemptions=stats.preemptions_total,
+        verify_rows=stats.verify_rows_total,
+        draft_tokens=stats.draft_tokens_total,
+        accepted_tokens=stats.accepted_draft_tokens_total,
     )
 
 
