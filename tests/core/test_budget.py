@@ -57,16 +57,16 @@ def test_a_shared_chunk_leaves_an_eighth_unless_it_finishes_the_prompt_or_is_one
         assert end - start <= budget * 7 / 8
 
 
-def _tokens_of(num_requests, policy, *, limit=8192, num_rows=1024):
+def _tokens_of(num_requests, policy, *, limit=8192, num_rows=1024, draft_tokens=0):
     """Tokens that a step gives to so many requests, the last of which wants all there is and the others one each."""
-    budget = StepBudget(_limits(limit, num_rows), policy)
+    budget = StepBudget(_limits(limit, num_rows, draft_tokens), policy)
     for _ in range(num_requests - 1):
         budget.charge(min(1, budget.room))
     return num_requests - 1 + budget.room
 
 
-def _limits(max_step_tokens, num_rows):
-    return limits(max_step_tokens=max_step_tokens, num_rows=num_rows, num_slots=num_rows + 1)
+def _limits(max_step_tokens, num_rows, draft_tokens=0):
+    return limits(max_step_tokens=max_step_tokens, num_rows=num_rows, num_slots=num_rows + 1, draft_tokens=draft_tokens)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,36 @@ def _limits(max_step_tokens, num_rows):
 def test_the_published_table_is_exact(token_budget, slots, expected):
     policy = SchedulerPolicy(token_budget=token_budget, reserve_draft_slots=slots)
     assert {count: _tokens_of(count, policy) for count in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("token_budget", "drafts", "expected"),
+    [
+        ("static", 7, {1: 1024, 32: 1024, 128: 1024, 1024: 1024}),
+        ("additive", 7, {1: 8185, 32: 7968, 128: 7296, 1024: 1024}),
+        ("additive", 6, {1: 8186, 32: 8000, 128: 7424, 1024: 2048}),
+        ("adaptive", 7, {1: 8192, 32: 8192, 128: 8192, 1024: 8192}),
+    ],
+)
+def test_the_published_table_is_exact_with_a_draft_model_and_nothing_else_said(token_budget, drafts, expected):
+    policy = SchedulerPolicy(token_budget=token_budget)
+    assert {count: _tokens_of(count, policy, draft_tokens=drafts) for count in expected} == expected
+
+
+def test_what_is_said_counts_before_what_the_draft_model_needs():
+    policy = SchedulerPolicy(token_budget="additive", reserve_draft_slots=0)
+    assert _tokens_of(32, policy, draft_tokens=7) == 8192
+
+
+@pytest.mark.parametrize(("mode", "room"), [("adaptive", 60), ("additive", 32), ("static", 4)])
+def test_drafts_are_tokens_of_the_step_as_well(mode, room):
+    """Four rows of a step of 64 with 7 drafts each; `additive` and `static` have set as many aside already."""
+    budget = StepBudget(_limits(64, 8, 7), SchedulerPolicy(token_budget=mode))
+    assert budget.room_beyond(4) == room
+    budget.charge(4 + room, 4)
+    assert budget.room_beyond(0) == 0
+    budget.refund(1 + room)
+    assert budget.room_beyond(1) == room
 
 
 def test_draft_queries_of_one_prompt_do_not_shorten_another():

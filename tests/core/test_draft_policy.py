@@ -1,0 +1,173 @@
+"""Which drafts are verified: all without costs, those that pay with them, and hardly any of a draft that is no use."""
+
+import dataclasses
+
+import pytest
+
+from serving.core.draft_policy import AcceptanceEstimate, DraftPolicy, at_least
+from serving.core.request import LiveRequest
+from serving.core.types import StepCost
+from serving.core.validation import num_positions_needed
+from tests.core.driver import limits, request
+
+COSTS = tuple(
+    StepCost(rows, num_drafts, is_drafting, 1.0 + 0.03 * num_drafts + 0.1 * is_drafting)
+    for rows in (1, 4)
+    for num_drafts in (0, 7 * rows)
+    for is_drafting in (True, False)
+)
+CERTAIN = (1.0,) * 7
+
+
+def _policy(*, is_adaptive=True, costs=COSTS):
+    return DraftPolicy(limits(draft_tokens=7, step_costs=costs), is_adaptive=is_adaptive)
+
+
+def _row(*, survival=CERTAIN, num_left=50, may_draft=True, has_drafts=True):
+    """A decoding request with `num_left` positions to go."""
+    wanted = dataclasses.replace(request("a", 5, 4 + num_left), may_draft=may_draft)
+    end_at = num_positions_needed(wanted)
+    live = LiveRequest(
+        request=wanted,
+        request_id="a",
+        seed=0,
+        arrival=0,
+        arrived_s=0.0,
+        key=(0, 0),
+        tokens=list(wanted.prompt_token_ids),
+        num_prompt=5,
+        end_at=end_at,
+        stop_token_ids=frozenset(),
+        wants_logprobs=False,
+        may_draft=may_draft,
+        root=None,  # pyright: ignore[reportArgumentType]
+        node=None,  # pyright: ignore[reportArgumentType]
+    )
+    live.num_written = end_at - num_left
+    live.survival = survival
+    live.has_drafts = has_drafts and may_draft
+    return live
+
+
+@pytest.mark.parametrize("policy", [_policy(is_adaptive=False), _policy(costs=())])
+def test_without_costs_every_draft_is_verified(policy):
+    rows = [_row(), _row(survival=(0.0,) * 7), _row(num_left=3), _row(may_draft=False), _row(has_drafts=False)]
+    assert policy.choose(rows, 1000) == (7 + 7 + 2, True)
+    assert policy.choose(rows, 5) == (5, True)
+
+
+def test_the_room_of_the_step_is_kept():
+    assert _policy().choose([_row(), _row()], 1000).num_drafts == 14
+    assert _policy().choose([_row(), _row()], 9).num_drafts == 9
+    assert _policy().choose([_row(), _row()], 0).num_drafts == 0
+
+
+def test_rows_that_cannot_draft_count_as_rows_and_bring_no_drafts():
+    policy = _policy()
+    assert policy.choose([_row(may_draft=False), _row(num_left=1)], 1000).num_drafts == 0
+    assert policy.choose([_row(), _row(may_draft=False), _row(num_left=4)], 1000).num_drafts == 7 + 3
+
+
+def test_drafts_are_verified_as_far_as_they_pay():
+    """Each costs 0.03 of a step of 1.1 s: those above some three hundredths pay."""
+    survival = (0.9, 0.6, 0.3, 0.05, 0.01, 0.001, 0.0)
+    assert _policy().choose([_row(survival=survival)], 1000) == (3, True)
+
+
+def test_nothing_to_do_keeps_the_last_choice():
+    assert _policy().choose([], 1000) == (0, True)
+
+
+def test_a_row_of_which_nothing_is_known_is_given_what_was_usual():
+    policy = _policy()
+    assert policy.choose([_row(survival=())], 1000) == (7, True)  # at first the best is expected
+    for _ in range(20):
+        policy.note_step()
+        policy.note((), 7, 1)
+    choice = policy.choose([_row(survival=())], 1000)
+    assert choice.num_drafts == 1
+
+
+def test_a_draft_that_never_holds_is_soon_not_even_drafted_whatever_it_says():
+    """D67: measured acceptance 0 ends in no drafts at all."""
+    policy, num_verified, num_steps = _policy(), 0, 0
+    while (choice := policy.choose([_row()], 1000)).num_drafts:
+        policy.note_step()
+        policy.note(CERTAIN, choice.num_drafts, 0)
+        num_verified += choice.num_drafts
+        num_steps += 1
+        assert num_steps < 20
+    assert choice == (0, False)
+
+
+def _run(policy, holds, num_steps, num_rows=1):
+    """Let `holds` of every row's drafts hold; return the seconds with and without a draft model, and what it made."""
+    row, seconds, num_tokens = _row(), 0.0, 0
+    for _ in range(num_steps):
+        choice = policy.choose([row] * num_rows, 1000)
+        seconds += 1.0 + 0.03 * choice.num_drafts + 0.1 * choice.is_drafting
+        num_tokens += num_rows
+        if choice.num_drafts:
+            policy.note_step()
+        for number in range(num_rows):
+            count = min(7, max(0, choice.num_drafts - 7 * number))
+            if count:
+                policy.note(row.survival, count, min(count, holds))
+                num_tokens += min(count, holds)
+        row.has_drafts = choice.is_drafting
+    return seconds, num_tokens
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_trying_a_useless_draft_again_takes_a_hundredth_of_the_time(num_rows):
+    policy = _policy()
+    _run(policy, 0, 50, num_rows)
+    seconds, num_tokens = _run(policy, 0, 3000, num_rows)
+    assert num_tokens == 3000 * num_rows
+    assert 3000 * 1.002 < seconds < 3000 * 1.0125
+
+
+def test_a_draft_that_becomes_useful_is_found_again():
+    policy = _policy()
+    _run(policy, 0, 300)
+    seconds, num_tokens = _run(policy, 6, 2000)
+    assert num_tokens / seconds > 3
+
+
+def test_a_draft_pass_that_costs_nothing_is_always_run():
+    costs = tuple(cost._replace(seconds=1.0 + 0.03 * cost.num_drafts) for cost in COSTS)
+    policy = _policy(costs=costs)
+    for _ in range(30):
+        policy.note_step()
+        policy.note(CERTAIN, 7, 0)
+    assert policy.choose([_row()], 1000) == (0, True)
+
+
+def test_confidence_is_scaled_by_what_was_accepted_position_by_position():
+    estimate = AcceptanceEstimate(3)
+    for number in range(100):
+        estimate.age()
+        estimate.note((0.8, 0.8, 0.8), 3, 2 if number % 2 else 1)
+    assert estimate.scales() == pytest.approx((1 / 0.8, 0.5 / 0.8, 0.0), abs=0.02)
+    assert estimate.usual() == pytest.approx((1.0, 0.5, 0.0), abs=0.02)
+
+
+def test_a_position_without_drafts_follows_the_others():
+    estimate = AcceptanceEstimate(3)
+    for _ in range(100):
+        estimate.note((0.8, 0.8, 0.8), 1, 0)
+    assert max(estimate.scales()) < 0.01
+
+
+def test_what_was_noted_long_ago_is_forgotten():
+    estimate = AcceptanceEstimate(2)
+    for held in (0, 2):
+        for _ in range(1000):
+            estimate.age()
+            estimate.note((0.5, 0.5), 2, held)
+    assert estimate.usual() == pytest.approx((1.0, 1.0), abs=0.01)
+
+
+def test_counts_of_rows_become_counts_by_position():
+    assert at_least([5, 3, 0, 2]) == [5, 2, 2]
+    assert at_least([5]) == []

@@ -1,0 +1,104 @@
+"""How many drafts pay under measured costs: D67, and what lies between the measurements."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.core.step_costs import CostCurve, CostTable
+from serving.core.types import StepCost
+
+SURVIVAL = [0.9, 0.9 * 0.8, 0.9 * 0.8 * 0.5, 0.9 * 0.8 * 0.5 * 0.1]
+
+
+def _line(start, each, *, rows=1):
+    """A step takes `start`, and `each` more for every draft."""
+    return CostTable([StepCost(rows, 0, True, start), StepCost(rows, 10, True, start + 10 * each)])
+
+
+@pytest.mark.parametrize(("each", "num_drafts", "rate"), [(1.0, 3, 2.98 / 13), (8.0, 1, 1.9 / 18), (100.0, 0, 1 / 10)])
+def test_the_drafts_that_pay_are_those_of_the_published_example(each, num_drafts, rate):
+    """D67: confidences 0.9, 0.8, 0.5, 0.1; a step costs 10 and 1 or 8 more a draft."""
+    best = _line(10.0, each).curve(1, is_drafting=True).best(SURVIVAL, 1)
+    assert best.num_drafts == num_drafts
+    assert best.tokens_per_s == pytest.approx(rate)
+
+
+_SECONDS = st.floats(0.01, 2.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    chances=st.lists(st.floats(0.0, 1.0), max_size=40),
+    points=st.dictionaries(st.integers(0, 45), _SECONDS, min_size=1, max_size=6),
+    num_rows=st.integers(1, 9),
+)
+def test_no_other_number_of_drafts_brings_more(chances, points, num_rows):
+    chances.sort(reverse=True)
+    table = CostTable([StepCost(4, count, True, seconds) for count, seconds in points.items()])
+    curve = table.curve(num_rows, is_drafting=True)
+    best = curve.best(chances, num_rows)
+    rates = [(num_rows + sum(chances[:count])) / curve.seconds(count) for count in range(len(chances) + 1)]
+    assert best.tokens_per_s == pytest.approx(max(rates))
+    assert best.tokens_per_s == pytest.approx(rates[best.num_drafts])
+
+
+@given(
+    costs=st.lists(
+        st.builds(StepCost, st.integers(1, 9), st.integers(0, 20), st.booleans(), _SECONDS), min_size=1, max_size=12
+    ),
+    num_rows=st.integers(1, 12),
+    is_drafting=st.booleans(),
+)
+def test_more_drafts_or_rows_never_cost_less_and_drafting_is_never_a_gain(costs, num_rows, is_drafting):
+    table = CostTable(costs)
+    curve, larger = (table.curve(rows, is_drafting=True) for rows in (num_rows, num_rows + 1))
+    seconds = [curve.seconds(count) for count in range(30)]
+    assert all(later >= earlier - 1e-12 for earlier, later in zip(seconds, seconds[1:], strict=False))
+    highest = max(cost.num_drafts for cost in costs)
+    assert all(larger.seconds(count) >= seconds[count] - 1e-12 for count in range(min(30, highest + 1)))
+    plain = table.curve(num_rows, is_drafting=False)
+    assert all(0 < plain.seconds(count) <= seconds[count] + 1e-12 for count in range(30))
+
+
+def test_costs_between_measurements_lie_on_straight_lines():
+    table = CostTable([StepCost(r, n, True, 1 + r + 0.1 * n) for r in (2, 10) for n in (0, 20)])
+    curve = table.curve(6, is_drafting=True)
+    assert [curve.seconds(count) for count in (0, 5, 20, 40)] == pytest.approx([7.0, 7.5, 9.0, 11.0])
+    assert table.curve(1, is_drafting=True).seconds(0) == table.curve(2, is_drafting=True).seconds(0)
+    assert table.curve(99, is_drafting=True).seconds(0) == table.curve(10, is_drafting=True).seconds(0)
+
+
+def test_a_step_that_does_not_draft_saves_the_draft_pass_at_every_number_of_drafts():
+    """The server measures such a step without drafts to verify only."""
+    table = CostTable([StepCost(4, 0, True, 1.2), StepCost(4, 8, True, 2.0), StepCost(4, 0, False, 1.0)])
+    plain = table.curve(4, is_drafting=False)
+    assert [plain.seconds(count) for count in (0, 4, 8)] == pytest.approx([1.0, 1.4, 1.8])
+
+
+def test_a_table_measured_without_drafting_alone_takes_it_to_be_free():
+    table = CostTable([StepCost(4, 0, False, 1.0)])
+    assert table.curve(4, is_drafting=True).seconds(3) == table.curve(4, is_drafting=False).seconds(3) == 1.0
+
+
+def test_a_cost_measured_twice_is_the_median():
+    table = CostTable([StepCost(1, 0, True, seconds) for seconds in (1.0, 9.0, 2.0)])
+    assert table.curve(1, is_drafting=True).seconds(0) == 2.0
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        StepCost(1, 0, True, 0.0),
+        StepCost(1, 0, True, float("nan")),
+        StepCost(0, 0, True, 1.0),
+        StepCost(1, -1, True, 1.0),
+    ],
+)
+def test_what_is_no_cost_is_refused(cost):
+    with pytest.raises(ValueError, match="is no cost of a step"):
+        CostTable([cost])
+
+
+def test_without_costs_there_is_no_table():
+    assert not CostTable([])
+    assert CostCurve([]).between(3) == 0.0
