@@ -17,6 +17,7 @@ import logging
 import pathlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,26 @@ import orbax.checkpoint as ocp
 
 from k3jax.config import K3Config
 from k3jax.params import Tree
-from k3jax.train_step import Metrics, Optimization, Rows, TrainState, initial_state, restack, run_steps
+from k3jax.train_step import Metrics, Optimization, Rows, initial_state, restack, run_steps
 
 logger = logging.getLogger(__name__)
+
+
+class RunLength(Protocol):
+    """What `Pace` and `Checkpoints` read of a training's configuration, a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def max_seconds(self) -> float | None: ...
+    @property
+    def steps_per_dispatch(self) -> int: ...
+    @property
+    def checkpoint_seconds(self) -> float: ...
+    @property
+    def checkpoint_steps(self) -> int | None: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +107,7 @@ class Pace:
     whatever compiling and other work on the machine took.
     """
 
-    def __init__(self, config: TrainConfig, start: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, config: RunLength, start: float, clock: Callable[[], float] = time.monotonic):
         self._config, self._clock, self._start = config, clock, start
         self.progress = 0.0
         self.step_seconds: float | None = None
@@ -222,13 +240,13 @@ def newest_step(checkpoints: str | pathlib.Path) -> int:
 class Checkpoints:
     """Orbax checkpoints of one run: the newest two, written whole or not at all."""
 
-    def __init__(self, folder: pathlib.Path, training: TrainConfig):
+    def __init__(self, folder: pathlib.Path, training: RunLength):
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
         self._training = training
         self._saved_at, self._saved_step = time.monotonic(), 0
 
-    def restore(self, fresh: TrainState) -> tuple[TrainState, float]:
+    def restore[State](self, fresh: State) -> tuple[State, float]:
         """The newest state and its progress; `fresh` and 0 where there is none."""
         step = self._manager.latest_step()
         if step is None:
@@ -239,7 +257,7 @@ class Checkpoints:
         logger.info("continuing from step %d in %s", step, self._manager.directory)
         return restored["state"], restored["run"]["progress"]
 
-    def maybe_save(self, step: int, state: TrainState, pace: Pace) -> None:
+    def maybe_save(self, step: int, state: Any, pace: Pace) -> None:
         """Save where it is time to, and at the end."""
         every = self._training.checkpoint_steps
         due = time.monotonic() - self._saved_at >= self._training.checkpoint_seconds
