@@ -62,6 +62,29 @@ def test_the_end_is_counted_by_its_reason(metrics: ServerMetrics):
     assert value(metrics, "k3jax_request_success_total", finished_reason="tool_calls") == 1
 
 
+def test_drafts_are_counted_by_their_place_in_the_block(metrics: ServerMetrics):
+    """User case D38: acceptance can be read off, by position too."""
+
+    class Drafting:
+        def stats(self) -> EngineStats:
+            return EngineStats(
+                verify_rows_total=10,
+                draft_tokens_total=12,
+                accepted_draft_tokens_total=5,
+                draft_tokens_by_position=(8, 4),
+                accepted_draft_tokens_by_position=(4, 1),
+            )
+
+        def info(self) -> dict[str, object]:
+            return {}
+
+    metrics.attach(Drafting())
+    assert value(metrics, "k3jax_spec_decode_num_drafts_total") == 10
+    assert value(metrics, "k3jax_spec_decode_num_accepted_tokens_total") == 5
+    accepted = "k3jax_spec_decode_num_accepted_tokens_per_pos_total"
+    assert [value(metrics, accepted, position=str(at)) for at in (0, 1, 2)] == [4, 1, None]
+
+
 def test_a_compile_count_is_shown_only_by_an_executor_that_has_one(metrics: ServerMetrics):
     class Compiling:
         def stats(self) -> EngineStats:

@@ -46,6 +46,11 @@ OTHER_VALUES: dict[str, Any] = {
     "checkpoint_share": 0.1,
     "host_cache_gb": 1.5,
     "offload": "none",
+    "draft": "/models/draft",
+    "draft_tokens": 5,
+    "state_rollback": "snapshot",
+    "rejection_sampling": "block",
+    "adaptive_verification": False,
 }
 
 
@@ -91,6 +96,10 @@ def test_a_flag_beats_its_variable():
         (["--checkpoint", "off", "--checkpoint-stride", "128"], "has no effect beside --checkpoint=off"),
         (["--num-slots", "9", "--checkpoint-share", "0.1"], "has no effect beside --num-slots=9"),
         (["--offload", "none", "--host-cache-gb", "2"], "has no effect beside --offload=none"),
+        (["--draft", ""], "--draft is empty"),
+        (["--draft-tokens", "0"], "--draft-tokens=0"),
+        (["--draft-tokens", "16"], "--draft-tokens=16"),
+        (["--state-rollback", "undo"], "undo"),
         (["--tp", "0"], "--tp=0"),
         (["--max-num-seqs", "-1"], "--max-num-seqs=-1"),
         (["--memory-fraction", "nan"], "--memory-fraction=nan"),
@@ -118,12 +127,35 @@ def test_a_mistake_names_flag_value_and_fix(flags: list[str], words: str):
         (["--load-format", "fake", "--tp", "2"], "no effect with --load-format fake"),
         (["--load-format", "fake", "--compile-cache", "x"], "no effect with --load-format fake"),
         (["--load-format", "fake", "--shard-latents", "on"], "no effect with --load-format fake"),
+        (["--draft", "none", "--state-rollback", "replay"], "--state-rollback=replay has no effect beside"),
+        (["--draft", "none", "--draft-tokens", "3"], "--draft-tokens=3 has no effect beside --draft=none"),
+        (["--draft", "none", "--no-adaptive-verification"], "--adaptive-verification=False has no effect"),
+        (["--model", "/m", "--rejection-sampling", "block"], "=block has no effect without a draft"),
+        (["--mixed-batch", "gather", "--draft-tokens", "3"], "beside --mixed-batch=gather, which has no way"),
+        (["--mixed-batch", "gather", "--draft", "/d"], "--draft=/d cannot be used beside --mixed-batch=gather"),
+        (["--load-format", "fake", "--draft", "/d"], "--draft=/d cannot be used beside --load-format=fake"),
+        (["--load-format", "dummy", "--draft-tokens", "3"], "beside --load-format=dummy"),
     ],
 )
 def test_a_flag_that_could_not_have_any_effect_is_refused_with_the_reason(flags: list[str], words: str):
     """D68."""
     with pytest.raises(ConfigError, match=words):
         parse_config(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_used"),
+    [
+        ({}, True),
+        ({"draft": "none"}, False),
+        ({"model": "/m"}, False),
+        ({"mixed_batch": "gather"}, False),
+        ({"load_format": "dummy"}, False),
+        ({"load_format": "fake"}, False),
+    ],
+)
+def test_the_demo_takes_its_own_draft_unless_another_setting_excludes_it(settings: dict[str, Any], is_used: bool):
+    assert ServeConfig(**settings).may_take_own_draft is is_used
 
 
 def test_a_variable_that_is_nearly_a_setting_is_refused():
