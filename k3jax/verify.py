@@ -26,6 +26,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import sampling
+from k3jax.cache import Leaf
 from k3jax.layers import wide
 from k3jax.sampling import Controls
 from k3jax.sharding.collectives import Parallel
@@ -40,20 +41,20 @@ ACCEPTANCE_COUNTERS = 1 << 31
 class Drafted(NamedTuple):
     """What a row brings to be verified. Whatever lies behind `count` is never used."""
 
-    tokens: Int[Array, "R K"]
-    logits: Float[Array, "R K X"]  # what they were drawn from, before temperature; this rank's share
-    count: Int[Array, "R"]
+    tokens: Leaf  # [R, K]
+    logits: Leaf  # [R, K, X] what they were drawn from, before temperature; this rank's share
+    count: Leaf  # [R]
 
 
 class Accepted(NamedTuple):
     """What a row emits: accepted drafts and one more token. Zero behind `count`."""
 
-    count: Int[Array, "R"]  # 0 for dead rows and those with NaN
-    tokens: Int[Array, "R T"]
-    is_nan: Bool[Array, "R"]
-    logprob: Float[Array, "R T"]
-    top_ids: Int[Array, "R T n"]
-    top_logprobs: Float[Array, "R T n"]
+    count: Leaf  # [R], 0 for dead rows and those with NaN
+    tokens: Leaf  # [R, T]
+    is_nan: Leaf  # [R]
+    logprob: Leaf  # [R, T]
+    top_ids: Leaf  # [R, T, n]
+    top_logprobs: Leaf  # [R, T, n]
 
 
 def accept(
