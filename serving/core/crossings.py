@@ -62,7 +62,7 @@ def settle_crossing(state: SchedulerState, crossing: DraftCrossing | None, row: 
         node, older = request.node, request.kept
         if node.num_tokens == row.boundary and cache.attach(node, crossing.slot, request):
             request.kept = node
-            if older is not None and older.checkpoint and not older.is_checkpoint_pinned:
+            if older is not None and older is not node and older.checkpoint and not older.is_checkpoint_pinned:
                 cache.slots.release((cache.detach(older),))
             return
     discard(state, crossing)

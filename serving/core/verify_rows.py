@@ -20,12 +20,15 @@ from serving.core.types import RowResult
 
 def plan_verifies(state: SchedulerState, draft: PlanDraft) -> None:
     """Let every decoding request verify its drafts and sample one token more, the oldest first."""
-    decodes = draft.decodes
-    candidates = state.decoding[: draft.budget.num_single]
-    choice = state.drafting.choose(candidates, _room_for_drafts(state, draft, len(candidates)))
+    decodes, most = draft.decodes, draft.budget.num_single
+    candidates = tuple(state.decoding)
+    num_rows = min(len(candidates), most)
+    choice = state.drafting.choose(candidates[:num_rows], _room_for_drafts(state, draft, num_rows))
     verify = draft.verify = VerifyDraft(num_drafts=choice.num_drafts, is_drafting=choice.is_drafting)
     each = min(state.limits.draft_tokens, choice.num_drafts)
     for request in candidates:
+        if len(decodes) == most:
+            break
         num_drafts = each if request.has_drafts else 0
         if request.num_written + request.num_unsure + 1 + num_drafts >= request.pause_at:
             if not _pass_pause(state, request, num_drafts, draft, verify):

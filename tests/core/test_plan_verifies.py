@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serving.core import growth, offload
 from serving.core.scheduler import Scheduler
@@ -297,3 +299,24 @@ def test_a_token_outside_the_vocabulary_is_never_drafted():
     drive.add(request("a", 10, 30))
     drive.run()
     assert all(0 <= token < VOCAB_SIZE for token in drive.ledger.tokens["a"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    budget=st.integers(1, 24),
+    overlap=st.booleans(),
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=7),
+)
+def test_a_draft_model_that_nobody_uses_changes_no_plan(budget, overlap, lengths):
+    """Order, chunks, pages and copies, with any budget: also rows near their end take no place from others."""
+    plans = []
+    for draft_tokens in (0, 3):
+        reserve = {"reserve_draft_slots": 0}
+        drive = _drive(draft_tokens, overlap=overlap, settings=reserve, max_step_tokens=budget, num_pages=129)
+        for number, (length, max_tokens) in enumerate(lengths):
+            wanted = same_prefix(f"r{number}", prompt(length, number % 3), max_tokens=max_tokens)
+            drive.add(dataclasses.replace(wanted, may_draft=False))
+            drive.step()
+        drive.run()
+        plans.append([(plan.decode_rows, plan.chunks, plan.pages, plan.slot_copies) for plan in drive.plans])
+    assert plans[0] == plans[1]
