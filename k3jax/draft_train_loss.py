@@ -69,7 +69,7 @@ class LossTerms(NamedTuple):
     distance: Float[Array, ""]
     confidence: Float[Array, ""]
     sampled_tokens: Float[Array, ""]  # expected of a verify step at temperature 1, the target's own token included
-    greedy_tokens: Float[Array, ""]  # of a verify step at temperature 0, where the context were greedy too
+    greedy_tokens: Float[Array, ""]  # of a verify step that drafts the likeliest and keeps what the text goes on with
 
 
 def batch_loss(
@@ -125,19 +125,19 @@ def block_losses(
         return jnp.sum(values * row_weights) / total
 
     log_draft = jax.nn.log_softmax(corrected, axis=-1)
-    entropy = -jnp.take_along_axis(log_draft, jnp.where(counted, targets[..., None], 0), axis=-1)[..., 0]
+    log_chosen = jnp.take_along_axis(log_draft, jnp.where(counted, targets[..., None], 0), axis=-1)[..., 0]
     distance = jnp.sum(jnp.abs(jnp.exp(log_draft) - jax.nn.softmax(teacher_logits, axis=-1)), axis=-1)
     accepted = lax.stop_gradient(1 - 0.5 * distance)
     sureness = jnp.zeros_like(total)
     if heads.confidence is not None:
         sureness = mean(optax.sigmoid_binary_cross_entropy(jnp.where(counts, heads.confidence, 0), accepted))
-    terms = (mean(entropy), mean(distance), sureness)
-    is_greedy = jnp.argmax(corrected, axis=-1) == jnp.argmax(teacher_logits, axis=-1)
+    terms = (mean(-log_chosen), mean(distance), sureness)
+    is_likeliest = log_chosen >= jnp.max(log_draft, axis=-1)  # not by argmax, which is slow on a CPU
     return LossTerms(
         weights.cross_entropy * terms[0] + weights.distance * terms[1] + weights.confidence * terms[2],
         *terms,
         sampled_tokens=_tokens_of_step(accepted, counts),
-        greedy_tokens=_tokens_of_step(is_greedy.astype(accepted.dtype), counts),
+        greedy_tokens=_tokens_of_step(is_likeliest.astype(accepted.dtype), counts),
     )
 
 

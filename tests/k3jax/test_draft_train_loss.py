@@ -43,7 +43,7 @@ def plain_losses(corrected, confidence, teacher, targets, counts, weights: LossW
                 sure = 1 / (1 + np.exp(-confidence[block, k]))
                 sums["confidence"] -= weight * (chance * np.log(sure) + (1 - chance) * np.log1p(-sure))
             chances.append(chance)
-            matches.append(draft.argmax() == target.argmax())
+            matches.append(draft.argmax() == targets[block, k])
         if len(chances) == targets.shape[1]:
             sampled.append(1 + np.cumprod(chances).sum())
             greedy.append(1 + np.cumprod(matches).sum())
