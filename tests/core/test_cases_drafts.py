@@ -40,9 +40,8 @@ def _holding(count):
     return lambda history, said: [*said[:count], *((token + 1) % VOCAB_SIZE for token in said[count:])]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("drafter", ["perfect", "random", "wrong", "alternating"])
-@pytest.mark.parametrize("draft_tokens", range(1, 8))
+@pytest.mark.parametrize(("draft_tokens", "overlap"), [*((k, k % 2 == 1) for k in range(1, 8)), (1, False), (7, False)])
 def test_300_tokens_are_those_of_the_model_alone(draft_tokens, drafter, overlap):
     """D10: whatever is drafted, and in fewer steps when it is any good."""
     drive = _drive(draft_tokens, drafter, overlap=overlap)
@@ -56,7 +55,7 @@ def test_300_tokens_are_those_of_the_model_alone(draft_tokens, drafter, overlap)
         assert stats.accepted_draft_tokens_total == stats.draft_tokens_total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     draft_tokens=st.integers(1, 7),
     drafter=st.sampled_from(["perfect", "random", "wrong", "alternating"]),

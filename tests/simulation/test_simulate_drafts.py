@@ -56,9 +56,9 @@ def test_a_useful_draft_pays_and_most_so_where_few_rows_run(num_rows, gain):
     assert drafted.output_tokens == plain.output_tokens
 
 
-@pytest.mark.parametrize("num_rows", [16, 64])
-def test_choosing_drafts_beats_verifying_all_where_tokens_cost_something(num_rows):
-    for drafts in (USEFUL, POOR, USELESS):
+@pytest.mark.parametrize("drafts", [USEFUL, POOR, USELESS])
+def test_choosing_drafts_beats_verifying_all_where_tokens_cost_something(drafts):
+    for num_rows in (16, 32):
         chosen, everything = _run(num_rows, drafts), _run(num_rows, drafts, adaptive=False)
         assert chosen.output_tokens_per_s > everything.output_tokens_per_s
         assert chosen.draft_tokens < everything.draft_tokens
