@@ -15,7 +15,7 @@ from k3jax.cache import PAGE_SIZE
 from k3jax.config import K3Config
 from k3jax.kda_packed import write_rows
 from k3jax.layers import wide
-from k3jax.mla_serving import BLOCK_PAGES, RunningSoftmax, block_pages
+from k3jax.mla_serving import BLOCK_PAGES, RunningSoftmax, block_pages, decode
 from k3jax.tiles import Tile
 
 
@@ -67,3 +67,30 @@ def verify(
 
     visited = jnp.max(jnp.where(counts > 0, jnp.arange(counts.shape[0], dtype=jnp.int32) + 1, 0))
     return lax.fori_loop(0, visited, visit, out)
+
+
+def verify_by_token(
+    params: dict,
+    projected: mla.Projected,
+    pool: Array,
+    layer: int,
+    cu_seqlens: Int[Array, "R+1"],
+    page_table: Int[Array, "R P"],
+    lengths: Int[Array, "R"],
+    out: Float[Array, "N HV"],
+    config: K3Config,
+    *,
+    max_tokens: int,
+) -> Float[Array, "N HV"]:
+    """`verify` with every token as a decode row of its own, all at once: for GPUs, where a loop over rows waits.
+
+    A row's context is read once per token. Tokens stay where they are; only page tables are picked by row.
+    """
+    num_lanes = lengths.shape[0] * max_tokens
+    token = jnp.arange(num_lanes, dtype=jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right"), lengths.shape[0] - 1)
+    seen = jnp.where(token < cu_seqlens[-1], lengths[row] + token - cu_seqlens[row] + 1, 0)
+    lanes = mla.Projected(*(x[:num_lanes] for x in projected))
+    mixed = decode(params, lanes, pool, layer, page_table[row], seen, config)
+    tile = Tile(jnp.int32(0), jnp.int32(0), jnp.int32(0), cu_seqlens[-1].astype(jnp.int32))
+    return write_rows(out, mixed, tile)

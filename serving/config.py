@@ -19,6 +19,7 @@ TOKEN_BUDGETS = ("adaptive", "additive", "static")
 CHECKPOINTS = ("internal", "split", "off")
 MIXED_BATCHES = ("zero-copy", "gather")
 OFFLOADS = ("host", "none")
+KERNELS = ("auto", "xla", "pallas")
 ROLLBACKS = ("replay", "snapshot")
 REJECTION_RULES = ("standard", "block")
 NO_DRAFT = "none"
@@ -34,6 +35,7 @@ DEVICE_SETTINGS = (
     "mixed_batch",
     "checkpoint_share",
     "draft",
+    "kernels",
 )
 DRAFT_SETTINGS = ("draft_tokens", "state_rollback", "rejection_sampling", "adaptive_verification")
 
@@ -133,6 +135,13 @@ class ServeConfig:
         "scheduling",
         "`zero-copy` slices decode and prefill rows, `gather` picks them out in every KDA layer (to compare)",
         choices=MIXED_BATCHES,
+    )
+    kernels: str = setting(
+        "auto",
+        "scheduling",
+        "`pallas` takes every GPU kernel that covers model and device, `xla` none, `auto` those compared inside "
+        "the step (none yet)",
+        choices=KERNELS,
     )
     overlap: bool = setting(True, "scheduling", "plan and dispatch a step before the one before it is read")
     prefix_cache: bool = setting(True, "prefix cache", "reuse MLA pages and KDA states of prompts seen before")

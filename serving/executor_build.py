@@ -73,7 +73,7 @@ def build_executor(
         if draft is not None:
             weights |= {"draft": draft_loading.load_draft(draft, dtype, mesh, parallel)}
     sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0], drafting)
-    ops, kernels = dispatch.choose(platform, drafting.rollback if drafting else None)
+    ops, kernels = _choose_ops(config, model_config, dtype, mesh.devices.flat[0], drafting)
     program = StepProgram(
         config=model_config,
         cache_shape=sizes.cache_shape,
@@ -132,6 +132,21 @@ def choose_drafting(config: ServeConfig, draft: DraftConfig) -> Drafting:
         tokens=config.draft_tokens or draft.block_size,
         rollback=cast(Rollback, config.state_rollback or "replay"),
         rule=cast(AcceptanceRule, config.rejection_sampling or "standard"),
+    )
+
+
+def _choose_ops(config: ServeConfig, model_config: K3Config, dtype: Any, device: Any, drafting: Drafting | None) -> Any:
+    situation = dispatch.Situation(
+        platform=device.platform,
+        config=model_config,
+        dtype=dtype,
+        compute_capability=float(getattr(device, "compute_capability", 0.0)),
+        drafts=drafting.tokens if drafting else None,
+        rollback=drafting.rollback if drafting else "replay",
+    )
+    kernels = cast(dispatch.Kernels, config.kernels)
+    return dispatch.choose(
+        device.platform, drafting.rollback if drafting else None, kernels=kernels, situation=situation
     )
 
 

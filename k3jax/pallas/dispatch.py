@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, Literal
 
 from k3jax import kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
+from k3jax.config import K3Config
+from k3jax.pallas import kda_decode, kda_ops, kda_verify
+
+Kernels = Literal["auto", "xla", "pallas"]
+KERNELS = {"kda_decode": "decode", "kda_verify": "verify", "kda_commit": "commit"}  # by op, in `kda_ops`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,12 +47,63 @@ def with_rollback(ops: Ops, rollback: str) -> Ops:
     return dataclasses.replace(ops, kda_verify=snapshot.verify, kda_commit=snapshot.commit)
 
 
-def choose(platform: str, rollback: str | None = None) -> tuple[Ops, tuple[Choice, ...]]:
-    """Pick implementations for devices of `platform` ("cpu", "gpu"); `rollback` with a draft model only."""
-    by_row = {"mla_decode": mla_serving.decode_by_row} if platform == "cpu" else {}
-    reasons = dict.fromkeys(by_row, "a row at a time: each walks its own context only")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What decides whether a kernel can run: the device, the model, and how the step uses it."""
+
+    platform: str  # "cpu" or "gpu"
+    config: K3Config
+    dtype: Any
+    compute_capability: float = 0.0  # of a GPU: 9.0 is Hopper
+    drafts: int | None = None  # that a row may verify; None without a draft model
+    rollback: str = "replay"
+
+
+def choose(
+    platform: str, rollback: str | None = None, *, kernels: Kernels = "auto", situation: Situation | None = None
+) -> tuple[Ops, tuple[Choice, ...]]:
+    """Pick implementations for devices of `platform` ("cpu", "gpu"); `rollback` with a draft model only.
+
+    `kernels="pallas"` takes every kernel that supports the `situation`; "auto" takes those that were compared with
+    their reference inside the serving step on a GPU, which is none yet. Raises `ValueError` when "pallas" finds none.
+    """
+    ops = with_rollback(Ops(), rollback or "replay")
+    chosen: dict[str, tuple[str, Callable, str]] = {}
+    if platform == "cpu":
+        reason = "a row at a time: each walks its own context only"
+        chosen["mla_decode"] = ("xla", mla_serving.decode_by_row, reason)
+    else:
+        chosen["mla_verify"] = ("xla", mla_verify.verify_by_token, "every token is a decode row: no loop over rows")
+    refusals = dict.fromkeys(KERNELS, "the kernel runs with --kernels pallas; it was not compared inside the step yet")
+    if kernels == "xla":
+        refusals = dict.fromkeys(KERNELS, "asked for")
+    elif kernels == "pallas":
+        if situation is None:
+            raise ValueError("kernels='pallas' needs the situation that they are to support")
+        refusals = {op: refusal for op in KERNELS if (refusal := _refusal(op, situation)) is not None}
+        for op in KERNELS:
+            if op not in refusals:
+                chosen[op] = ("pallas", getattr(kda_ops, KERNELS[op]), "asked for, and it covers model and device")
+        if len(refusals) == len(KERNELS):
+            raise ValueError(f"no kernel can run here: {next(iter(refusals.values()))}. Use --kernels auto.")
     unused = () if rollback else ("kda_verify", "kda_commit", "mla_verify")
     names = [field.name for field in dataclasses.fields(Ops) if field.name not in unused]
     other = "the XLA reference is the only implementation"
-    choices = tuple(Choice(op=name, backend="xla", reason=reasons.get(name, other)) for name in names)
-    return with_rollback(Ops(**by_row), rollback or "replay"), choices
+    choices = []
+    for name in names:
+        backend, _, reason = chosen.get(name, ("xla", None, refusals.get(name, other)))
+        choices.append(Choice(op=name, backend=backend, reason=reason))
+    return dataclasses.replace(ops, **{op: run for op, (_, run, _) in chosen.items()}), tuple(choices)
+
+
+def _refusal(op: str, situation: Situation) -> str | None:
+    """Why the kernel of `op` cannot run, or None."""
+    if op != "kda_decode":
+        if situation.drafts is None:
+            return "nothing is drafted"
+        if situation.rollback != "replay":
+            return "rollback is by snapshots, which have no kernel"
+        return kda_verify.supported(
+            situation.config, situation.dtype, situation.platform, situation.compute_capability, 1 + situation.drafts
+        )
+    return kda_decode.supported(situation.config, situation.dtype, situation.platform, situation.compute_capability)

@@ -51,6 +51,7 @@ OTHER_VALUES: dict[str, Any] = {
     "state_rollback": "snapshot",
     "rejection_sampling": "block",
     "adaptive_verification": False,
+    "kernels": "xla",
 }
 
 

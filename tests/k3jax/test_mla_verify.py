@@ -34,15 +34,15 @@ class World:
             at = np.arange(length)
             pool[LAYER, self.table[row, at // PAGE_SIZE], at % PAGE_SIZE] = rng.standard_normal((length, LATENT))
         self.pool = pool
-        tokens = live + SLACK
+        tokens = max(live + SLACK, rows * max_tokens)
         q, gate = rng.standard_normal((tokens, HEADS, CONFIG.qk_head_dim)), rng.standard_normal((tokens, WIDTH))
         q[live:], gate[live:] = np.nan, np.nan
         self.projected: Any = mla.Projected(*map(np.asarray, (q, np.full((tokens, LATENT), np.nan), gate)))
         self.cu_seqlens = np.cumsum([0, *counts]).astype(np.int32)
 
-    def verified(self) -> np.ndarray:
+    def verified(self, op=mla_verify.verify) -> np.ndarray:
         out = jnp.full(self.projected.gate.shape, jnp.nan)
-        run = jax.jit(mla_verify.verify, static_argnums=(3, 8), static_argnames="max_tokens")
+        run = jax.jit(op, static_argnums=(3, 8), static_argnames="max_tokens")
         return np.asarray(
             run(
                 self.params,
@@ -72,24 +72,27 @@ class World:
         return out
 
 
+@pytest.mark.parametrize("op", [mla_verify.verify, mla_verify.verify_by_token])
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 8, 16])
-def test_every_token_equals_its_decode(x64, max_tokens):
+def test_every_token_equals_its_decode(x64, max_tokens, op):
     """Contexts of nothing, within a page, at the end of a page and of a block, and over several blocks."""
     lengths = (0, 7, 63, 64, 256 - 1, 256, 430)
     world = World(lengths, (max_tokens,) * len(lengths), max_tokens)
-    np.testing.assert_allclose(world.verified(), world.decoded(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(world.verified(op), world.decoded(), rtol=1e-12, atol=1e-12)
 
 
-def test_ragged_and_empty_rows(x64):
+@pytest.mark.parametrize("op", [mla_verify.verify, mla_verify.verify_by_token])
+def test_ragged_and_empty_rows(x64, op):
     """Rows without tokens, at the end and in between, write nothing; rows with fewer leave their neighbours alone."""
     world = World((100, 0, 255, 300, 17, 40), (3, 0, 1, 5, 0, 0), 5)
-    got = world.verified()
+    got = world.verified(op)
     np.testing.assert_allclose(got, world.decoded(), rtol=1e-12, atol=1e-12)
     assert np.isfinite(got[:9]).all() and np.isnan(got[9:]).all()
 
 
-def test_no_row_at_all(x64):
-    assert np.isnan(World((5, 9), (0, 0), 4).verified()).all()
+@pytest.mark.parametrize("op", [mla_verify.verify, mla_verify.verify_by_token])
+def test_no_row_at_all(x64, op):
+    assert np.isnan(World((5, 9), (0, 0), 4).verified(op)).all()
 
 
 def test_a_token_has_the_same_bits_whatever_comes_behind_it_and_beside_it(x64):

@@ -1,0 +1,93 @@
+"""Dispatch: which kernels a step takes and why, and that a whole step with them lowers for CUDA."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from k3jax import params, programs
+from k3jax.cache import CacheShape
+from k3jax.draft_params import abstract_draft
+from k3jax.draft_state import Drafting
+from k3jax.pallas import dispatch, kda_ops
+from k3jax.sharding.mesh import make_mesh, parallel_of
+from tests.k3jax.draft_models import draft_config
+from tests.k3jax.golden_data import mini_config
+
+CONFIG = mini_config(kda_head_dim=128)
+HOPPER = dispatch.Situation(
+    platform="gpu", config=CONFIG, dtype=jnp.dtype(jnp.bfloat16), compute_capability=9.0, drafts=4
+)
+
+
+def backends(choices) -> dict[str, str]:
+    return {choice.op: choice.backend for choice in choices if choice.op in dispatch.KERNELS}
+
+
+def test_kernels_that_were_asked_for_run_and_say_so():
+    ops, choices = dispatch.choose("gpu", "replay", kernels="pallas", situation=HOPPER)
+    assert backends(choices) == dict.fromkeys(dispatch.KERNELS, "pallas")
+    assert (ops.kda_decode, ops.kda_verify, ops.kda_commit) == (kda_ops.decode, kda_ops.verify, kda_ops.commit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused", "reason"),
+    [
+        ({"drafts": None}, {"kda_verify", "kda_commit"}, "nothing is drafted"),
+        ({"rollback": "snapshot"}, {"kda_verify", "kda_commit"}, "snapshots"),
+        ({"drafts": 16}, {"kda_verify", "kda_commit"}, "17 tokens"),
+    ],
+)
+def test_an_op_without_a_kernel_runs_its_reference_and_says_why(changes, refused, reason):
+    situation = dataclasses.replace(HOPPER, **changes)
+    _, choices = dispatch.choose("gpu", "replay", kernels="pallas", situation=situation)
+    assert {op for op, backend in backends(choices).items() if backend == "xla"} == refused
+    assert all(reason in choice.reason for choice in choices if choice.op in refused)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"platform": "cpu"}, "need a GPU"),
+        ({"compute_capability": 8.0}, "8.0"),
+        ({"dtype": jnp.dtype(jnp.float32)}, "float32"),
+        ({"config": mini_config()}, "heads are 16 wide"),
+    ],
+)
+def test_asking_for_kernels_where_none_can_run_is_refused_with_the_reason(changes, reason):
+    situation = dataclasses.replace(HOPPER, **changes)
+    with pytest.raises(ValueError, match=reason):
+        dispatch.choose(situation.platform, "replay", kernels="pallas", situation=situation)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_no_kernel_runs_unless_asked_for(kernels):
+    ops, choices = dispatch.choose("gpu", "replay", kernels=kernels, situation=HOPPER)
+    assert set(backends(choices).values()) == {"xla"}
+    assert all(choice.reason for choice in choices)
+    assert ops.kda_verify is dispatch.Ops().kda_verify
+
+
+@pytest.mark.parametrize("drafts", [0, 4])
+def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
+    draft = draft_config("gqa", vocab_size=96, mask_token_id=95, taps=(0, 2))
+    situation = dataclasses.replace(HOPPER, drafts=drafts or None)
+    ops, _ = dispatch.choose("gpu", "replay" if drafts else None, kernels="pallas", situation=situation)
+    mesh = make_mesh()
+    program = programs.StepProgram(
+        config=CONFIG,
+        cache_shape=CacheShape(num_rows=4, num_pages=9, num_slots=9, pages_per_row=4),
+        tree=params.abstract(CONFIG) | ({"draft": abstract_draft(draft)} if drafts else {}),
+        dtype=jnp.dtype(jnp.bfloat16),
+        mesh=mesh,
+        parallel=parallel_of(mesh),
+        ops=ops,
+        drafting=Drafting(config=draft, tokens=drafts) if drafts else None,
+    )
+    for prefill_tokens in (0, 64):
+        shape = program.shape_of(rows=4, prefill_tokens=prefill_tokens)
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.operands(shape))
+        text = program.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        kda_layers = len(CONFIG.kda_layers)
+        assert text.count("custom_call @mosaic_gpu") == (kda_layers + 1 if drafts else kda_layers)
