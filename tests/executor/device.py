@@ -66,6 +66,7 @@ def device_executor(
     mixed_batch: MixedBatch = "zero-copy",
     max_step_tokens: int = 128,
     drafting: Drafting | None = None,
+    measures_costs: bool = False,
     **parallel_options: bool,
 ) -> DeviceExecutor:
     """Random weights in float64 on `tp` devices, the same ones for every `tp`. So are those of a draft."""
@@ -101,7 +102,7 @@ def device_executor(
         )
         _, kernels = dispatch.choose("cpu")
         weights = jax.device_put(values, param_shardings(tree, mesh, parallel))
-        return DeviceExecutor(program, weights, limits, kernels=kernels, store=store)
+        return DeviceExecutor(program, weights, limits, kernels=kernels, store=store, measures_costs=measures_costs)
 
 
 def draft_of(kind: str = "gqa", *, tokens: int = 4, **changes: Any) -> Drafting:
