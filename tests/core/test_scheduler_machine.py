@@ -269,4 +269,4 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
 class TestManyRuns(SchedulerMachine.TestCase):
     """Many more; their number is the profile's when that asks for more."""
 
-    settings = _settings(max(1500, settings.default.max_examples if settings.default else 0))
+    settings = _settings(max(500, settings.default.max_examples if settings.default else 0))

@@ -123,8 +123,8 @@ def test_mixed_drafts_change_no_token_in_any_setting(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["perfect", "wrong", "mixed", "model", "mla"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "model", "mla"])
+@pytest.mark.parametrize("name", QUICK)
 def test_no_drafter_changes_a_token(name, kind):
     answers, _ = serve(drafting_executor(kind), SEED, SETTINGS[name])
     assert answers == [expected(SEED)] * len(answers)
@@ -133,7 +133,7 @@ def test_no_drafter_changes_a_token(name, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_mixes_with_mixed_drafts_get_the_same_tokens(name):
-    seeds = tuple(range(2, 6))
+    seeds = (SEED, 2, 3)
     executor = drafting_executor("mixed", seeds)
     for seed in seeds:
         answers, _ = serve(executor, seed, SETTINGS[name])
