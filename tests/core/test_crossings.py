@@ -155,6 +155,7 @@ def test_a_crossing_inside_the_burst_that_ends_a_request_is_kept_up_to_its_stop_
         drive.add(stopped)
         drive.run()
         length = 10 + at + 1
+        assert drive.scheduler.stats().pages_cached == length // BLOCK
         assert _go_on(drive, stopped) == length // BLOCK * BLOCK
         drive.assert_all_free()
 
