@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 
+from serving.core import crossings, growth
+from serving.fake_executor import Fault
 from tests.core.drive import Drive
 from tests.core.driver import VOCAB_SIZE, limits, policy, prompt, request, same_prefix
 
@@ -182,4 +184,72 @@ def test_crossings_leave_slots_to_those_who_wait_for_a_row():
     drive.add(*(request(name, 10, 60) for name in "abcd"))
     drive.run()
     assert not any(plan.boundary_slots for plan in drive.plans if drive.plans.index(plan) < 5)
+    drive.assert_all_free()
+
+
+def test_a_lent_checkpoint_is_given_up_when_its_row_turns_out_nan():
+    """The step may have written the slot. Its page is a neighbour's that is ahead, so it stays in the cache."""
+    drive = _drive("perfect", num_rows=2, num_slots=5)
+    first = same_prefix("a", prompt(9), max_tokens=90)
+    drive.add(first)
+    drive.step_until(lambda: len(drive.ledger.tokens.get("a", ())) > 30)
+    drive.add(dataclasses.replace(first, request_id="b"))
+    while "b" not in drive.ledger.last:
+        plan = drive.plan()
+        assert plan is not None
+        row = drive.admissions("b")[0].row if drive.admissions("b") else None
+        if len(drive.ledger.tokens.get("b", ())) > 10 and row in dict(plan.boundary_slots):
+            drive.executor.inject(Fault(step=plan.step, kind="nan", rows=(row,)))
+        drive.submit(plan)
+        drive.collect()
+    assert drive.ledger.last["b"].error
+    text = (*prompt(9), *drive.ledger.tokens["a"][:12])
+    assert drive.run_alone(dataclasses.replace(first, request_id="c", prompt_token_ids=text)) == 0
+    drive.assert_all_free()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_row_that_ran_beyond_its_stop_token_leaves_no_state(at, overlap):
+    """D37: without a slot for a crossing the row's own would be the checkpoint, if it were at the text's end."""
+    length = 2 * BLOCK - at
+    drive = _drive("perfect", overlap=overlap, num_rows=1, num_slots=2)
+    plain = same_prefix("a", prompt(length), max_tokens=40)
+    drive.add(plain)
+    drive.run()
+    token = drive.ledger.tokens["a"][at]
+    stopped = dataclasses.replace(plain, request_id="b", stop_token_ids=(token,))
+    drive.scheduler.reset_prefix_cache()
+    drive.add(stopped)
+    drive.run()
+    is_there = len(drive.ledger.tokens["b"]) == at + 1 and (at % 8 == 0 and not overlap)
+    assert _go_on(drive, stopped) == (2 * BLOCK if is_there else 0)
+    drive.assert_all_free()
+
+
+def test_a_row_whose_length_is_not_known_is_not_copied_at_a_boundary():
+    """The neighbour ends and leaves a slot just when the row may be at 16, and is at 17."""
+    drive = _drive(_holding(1), overlap=True, num_rows=2, num_slots=3)
+    first = same_prefix("a", prompt(9), max_tokens=10)
+    drive.add(first, same_prefix("b", prompt(5, 2), max_tokens=2))
+    drive.run()
+    assert _go_on(drive, first) == 0
+    drive.assert_all_free()
+
+
+def test_a_row_that_is_preempted_for_a_prompt_of_its_own_step_gives_its_slot_back(monkeypatch):
+    dropped = []
+
+    def drop_crossings(state, draft, victim):
+        dropped.extend(crossing for crossing in draft.verify.crossings if crossing.request is victim)
+        crossings.drop_crossings(state, draft, victim)
+
+    monkeypatch.setattr(growth, "drop_crossings", drop_crossings)
+    drive = _drive("wrong", num_rows=3, num_pages=6, max_step_tokens=32)
+    drive.add(*(same_prefix(name, prompt(10, i), max_tokens=40, priority=1) for i, name in enumerate("ab")))
+    drive.step()
+    drive.step()
+    drive.add(same_prefix("urgent", prompt(40, 5), max_tokens=4, priority=-1))
+    drive.run()
+    assert dropped
     drive.assert_all_free()
