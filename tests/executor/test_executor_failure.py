@@ -76,8 +76,8 @@ def test_a_reset_frees_the_old_pools_before_it_makes_new_ones(executor, monkeypa
         executor.submit(StepPlan(step=0))
         executor.collect()
     executor.reset()
-    assert all(array.is_deleted() for array in old)
-    assert not any(array.is_deleted() for array in executor._pools)
+    assert all(array.is_deleted() for array in jax.tree.leaves(old))
+    assert not any(array.is_deleted() for array in jax.tree.leaves(executor._pools))
 
 
 def test_nan_in_a_page_ends_its_request_only_and_the_page_can_be_used_again(executor):

@@ -1,5 +1,6 @@
 """The device executor on several devices gives the tokens of one."""
 
+import jax
 import pytest
 
 from serving.core.types import SamplingParams
@@ -40,7 +41,7 @@ def test_every_degree_gives_the_tokens_and_logprobs_of_one_device(executor, tp, 
     finally:
         divided.close()
     divided.close()  # a second call does nothing
-    assert all(array.is_deleted() for array in (*divided._pools, *divided._rows))
+    assert all(array.is_deleted() for array in jax.tree.leaves((divided._pools, divided._rows)))
     assert many.tokens == one.tokens
     assert again.tokens == {name: one.tokens[name] for name in "bc"}
     for name, entries in one.logprobs.items():
