@@ -103,15 +103,14 @@ class Bench:
                 sampling = SamplingParams(temperature=temperature, seed=1)
                 serve(loop, prompts, 256, self.rows, sampling, self.stops())
                 stats = loop.stats()
+                steps = max(1, stats.verify_rows_total)
                 emit(
                     bench="acceptance",
                     split=SPLITS[split],
                     temperature=temperature,
                     drafts=executor.limits.draft_tokens,
-                    tokens_per_step=1 + stats.accepted_draft_tokens_total / max(1, stats.verify_rows_total),
-                    by_position=[
-                        round(accepted / max(1, stats.verify_rows_total), 3) for accepted in stats.accepted_draft_tokens_by_position
-                    ],
+                    tokens_per_step=1 + stats.accepted_draft_tokens_total / steps,
+                    by_position=[round(count / steps, 3) for count in stats.accepted_draft_tokens_by_position],
                 )
         executor.close()
 
