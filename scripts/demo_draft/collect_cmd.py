@@ -43,7 +43,7 @@ def add_collect(steps) -> argparse.ArgumentParser:
     ):
         value = getattr(default, name)
         collect.add_argument(f"--{name}", type=int, default=value, help=f"{what} (default: {value})")
-    collect.add_argument("--rows", type=int, default=96, help="prompts answered at a time (default: 96)")
+    collect.add_argument("--rows", type=int, default=64, help="prompts answered at a time (default: 64)")
     collect.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
     collect.set_defaults(run=run_collect)
     return collect

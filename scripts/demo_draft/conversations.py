@@ -83,8 +83,8 @@ class Amounts:
     """How much to collect; the defaults fit a CPU."""
 
     questions: int = 400  # of the training questions, answered greedily
-    answers: int = 200  # greedy, to prompts of the corpus
-    samples: int = 200  # at temperature 1, half to training questions and half to prompts of the corpus
+    answers: int = 150  # greedy, to prompts of the corpus
+    samples: int = 100  # at temperature 1, half to training questions and half to prompts of the corpus
     documents: int = 1500  # of the corpus, as they are
 
     def __post_init__(self) -> None:

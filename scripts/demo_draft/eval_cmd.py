@@ -49,7 +49,7 @@ def add_eval(steps) -> argparse.ArgumentParser:
     step.add_argument(
         "--questions", type=Path, default=ROOT / "demo/questions.jsonl", help="default: demo/questions.jsonl"
     )
-    step.add_argument("--rows", type=int, default=96, help="questions answered at a time (default: 96)")
+    step.add_argument("--rows", type=int, default=64, help="questions answered at a time (default: 64)")
     step.set_defaults(run=run_eval)
     return step
 
