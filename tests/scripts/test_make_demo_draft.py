@@ -16,6 +16,7 @@ from k3jax.config import K3Config
 from k3jax.draft_loading import load_draft, open_draft
 from k3jax.draft_train_states import teacher_states
 from k3jax.train_step import initial_params
+from scripts import make_demo_draft
 from scripts.demo.documents import Document, Mode, assistant, user
 from scripts.demo.pack import (
     PROMPT_FILE,
@@ -196,6 +197,22 @@ def test_every_step_has_help_and_defaults(step: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main([step, "--help"])
     assert "--work" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fails", [None, "train"])
+def test_without_arguments_all_steps_run_in_turn_until_one_fails(monkeypatch: pytest.MonkeyPatch, fails: str | None):
+    ran: list[str] = []
+
+    def run(args: argparse.Namespace) -> int:
+        ran.append(args.step)
+        return 2 if args.step == fails else 0
+
+    monkeypatch.setattr(make_demo_draft, "_run", run)
+    monkeypatch.setattr(make_demo_draft.make_demo_model, "main", lambda argv: ran.append(argv[0]) or 0)
+    assert main([]) == (0 if fails is None else 2)
+    steps = [step for step in ran if step in STEPS]
+    assert steps == (["collect", "train", "export", "eval"] if fails is None else ["collect", "train"])
+    assert [step for step in ran if step not in STEPS] in ([], ["corpus", "pack"])  # where there is none
 
 
 def test_steps_without_what_comes_before_end_in_one_line(
