@@ -73,6 +73,8 @@ def serve(
             ttft.setdefault(delta.request_id, time.perf_counter() - started_at[delta.request_id])
             num_open -= delta.finish_reason is not None
     took = time.perf_counter() - started
+    while loop.has_requests:  # a step that was planned before the last answer ended
+        loop.step()
     seconds = {name: value - before[name] for name, value in loop.stats().step_seconds.items()}
     return Outcome(ttft_s=list(ttft.values()), tokens_per_s=num_tokens / took, seconds=seconds)
 
