@@ -14,9 +14,9 @@ from serving.core.seam import Executor
 from serving.core.types import PageAppend, RowAdmission, SamplingParams, StepCost, StepPlan
 
 CONTEXT = 448  # tokens in front of the measured ones
-REPEATS = 3
+REPEATS = 2
 _GROWTH_PAGES = 2  # behind the context: hold what the repeats commit at most
-_SHARES = (0.25, 0.5, 1.0)  # of the drafts that the rows have, besides none
+_SHARES = (0.25, 1.0)  # of the drafts that the rows have, besides none
 
 
 def measure(executor: Executor, row_counts: Iterable[int], cache: CacheShape) -> tuple[StepCost, ...]:

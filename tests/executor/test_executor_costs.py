@@ -19,7 +19,7 @@ def measured() -> DeviceExecutor:
 def test_costs_cover_none_some_and_all_drafts_and_a_step_without_the_draft_model(measured):
     costs = measured.limits.step_costs
     assert {cost.rows for cost in costs} == {ROWS}
-    assert {cost.num_drafts for cost in costs if cost.is_drafting} == {0, 3, 6, 12}
+    assert {cost.num_drafts for cost in costs if cost.is_drafting} == {0, 3, 12}
     assert [cost.num_drafts for cost in costs if not cost.is_drafting] == [0]
     assert all(cost.seconds > 0 for cost in costs)
     assert CostTable(costs)
