@@ -31,39 +31,25 @@ from k3jax.draft_train_step import (
     StepMetrics,
     TargetTables,
     initial_state,
-    restack,
     train_step,
 )
-from k3jax.params import Tree
-from k3jax.train import Checkpoints, Pace, newest_step
+from k3jax.params import Tree, restack
+from k3jax.train_run import Checkpoints, Pace, RunSettings, newest_step
 
 __all__ = ["DraftOptimization", "DraftReport", "DraftRows", "DraftTrainConfig", "TargetTables", "newest_step", "train"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftTrainConfig:
+class DraftTrainConfig(RunSettings):
     """How long to train, and how the learning rate runs: up over `warmup_fraction` of the run, then down to zero along
     half a cosine."""
 
-    steps: int | None = None
-    max_seconds: float | None = None  # counted from the call of `train`; the last dispatch ends before
     learning_rate: float = 2e-3
     warmup_fraction: float = 0.04
-    steps_per_dispatch: int = 20  # between two reports
-    checkpoint_seconds: float = 120.0
-    checkpoint_steps: int | None = None  # also save every so many steps
-    seed: int = 0
     optimization: DraftOptimization = dataclasses.field(default_factory=DraftOptimization)
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.max_seconds is None):
-            raise ValueError(
-                f"steps={self.steps} and max_seconds={self.max_seconds}: give exactly one, it decides where to end."
-            )
-        for name in ("steps", "max_seconds", "steps_per_dispatch", "learning_rate", "checkpoint_seconds"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive.")
+        super().__post_init__()
         if not 0 <= self.warmup_fraction < 1:
             raise ValueError(f"warmup_fraction={self.warmup_fraction} must lie in [0, 1). Use 0 for none.")
 

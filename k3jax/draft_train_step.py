@@ -20,37 +20,23 @@ from k3jax.draft_config import DraftConfig
 from k3jax.draft_params import abstract_draft
 from k3jax.draft_train_loss import DraftBatch, LossTerms, LossWeights, batch_loss
 from k3jax.params import Tree, flatten, init, is_stacked, map_tree, unstack
+from k3jax.train_run import AdamSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftOptimization:
+class DraftOptimization(AdamSettings):
     """What one step does. The learning rate comes from outside, step by step."""
 
     batch_rows: int = 8
     anchors_per_row: int = 48
     weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-10
-    clip_norm: float = 1.0
-    compute_dtype: str = "bfloat16"
-    remat: bool = False
     loss: LossWeights = dataclasses.field(default_factory=LossWeights)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("batch_rows", "anchors_per_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay={self.weight_decay} must not be negative. Use 0 to switch it off.")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1), for example 0.9.")
-        for name in ("clip_norm", "epsilon"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
-        if self.compute_dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"compute_dtype={self.compute_dtype!r} is unknown. Use 'bfloat16' or 'float32'.")
 
 
 class TargetTables(NamedTuple):
@@ -99,11 +85,6 @@ def initial_state(draft: DraftConfig, optimization: DraftOptimization, seed: int
     stacks = jax.jit(initial_draft, static_argnums=(0, 1))(draft, seed)
     params = unstack(stacks, abstract_draft(draft))
     return DraftTrainState(params, optimizer(draft, optimization).init(params), jnp.zeros((), jnp.int32))
-
-
-def restack(params: Tree) -> Tree:
-    """Stacks from tuples of layers."""
-    return map_tree(lambda _, leaf: jnp.stack(leaf) if isinstance(leaf, tuple) else leaf, params)
 
 
 def optimizer(draft: DraftConfig, optimization: DraftOptimization) -> optax.GradientTransformation:

@@ -115,6 +115,11 @@ def unstack(tree: Tree, abstract_tree: Tree) -> Tree:
     return map_tree(lambda path, leaf: tuple(leaf) if is_stacked(by_path[path]) else leaf, tree)
 
 
+def restack(tree: Tree) -> Tree:
+    """Undo `unstack`: stacks from tuples of layers."""
+    return map_tree(lambda _, leaf: jnp.stack(leaf) if isinstance(leaf, tuple) else leaf, tree)
+
+
 def shapes(tree: Tree, dtype: Any) -> Tree:
     """`jax.ShapeDtypeStruct` for every spec, activations in `dtype`."""
     return map_tree(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype)), tree)

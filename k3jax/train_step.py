@@ -23,39 +23,26 @@ from k3jax.config import K3Config
 from k3jax.layers import wide_dtype
 from k3jax.params import ParamSpec, Tree, abstract, flatten, init, map_tree
 from k3jax.train_forward import check_trainable, forward
+from k3jax.train_run import AdamSettings
 
 QUANTIZED = ("w13", "w2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimization:
+class Optimization(AdamSettings):
     """What one optimiser step does. The learning rate comes from outside, step by step."""
 
     batch_rows: int = 32
     weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-10
-    clip_norm: float = 1.0
     router_bias_rate: float = 1e-3
     quantize_experts: bool = True
-    compute_dtype: str = "bfloat16"
-    remat: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batch_rows < 1:
             raise ValueError(f"batch_rows={self.batch_rows} must be at least 1. Ask for a positive number of rows.")
-        for name in ("weight_decay", "router_bias_rate"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative. Use 0 to switch it off.")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie in [0, 1), for example 0.9.")
-        for name in ("clip_norm", "epsilon"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive.")
-        if self.compute_dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"compute_dtype={self.compute_dtype!r} is unknown. Use 'bfloat16' or 'float32'.")
+        if self.router_bias_rate < 0:
+            raise ValueError(f"router_bias_rate={self.router_bias_rate} must not be negative. Use 0 to switch it off.")
 
 
 class Rows(NamedTuple):
@@ -87,16 +74,7 @@ class Metrics(NamedTuple):
 
 def unstack(tree: Tree) -> Tree:
     """A tuple of layers for every stack (what lies in a group with a layer axis)."""
-    return _per_stack(tree, lambda stack: tuple(stack))
-
-
-def restack(tree: Tree) -> Tree:
-    """Undo `unstack`."""
-    return _per_stack(tree, jnp.stack)
-
-
-def _per_stack(tree: Tree, change) -> Tree:
-    return map_tree(lambda path, leaf: change(leaf) if len(path) > 1 and path[0] != "out_res" else leaf, tree)
+    return map_tree(lambda path, leaf: tuple(leaf) if len(path) > 1 and path[0] != "out_res" else leaf, tree)
 
 
 def initial_params(config: K3Config, seed: int) -> Tree:

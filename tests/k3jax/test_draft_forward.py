@@ -85,7 +85,7 @@ def test_gradients_reach_every_parameter_and_layers_may_be_apart(x64, kind):
     apart = params.unstack(tree, abstract_draft(config))
     other, other_gradient = _compiled(lambda tree: loss(tree, remat=True))(apart)
     np.testing.assert_allclose(other, value, rtol=1e-12)
-    restacked = params.map_tree(lambda _, leaf: jnp.stack(leaf) if isinstance(leaf, tuple) else leaf, other_gradient)
+    restacked = params.restack(other_gradient)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-10), restacked, gradient)
 
 

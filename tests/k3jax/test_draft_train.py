@@ -22,8 +22,8 @@ from k3jax.draft_train import (
 )
 from k3jax.draft_train_batches import Batches, stored
 from k3jax.draft_train_states import TeacherStates
-from k3jax.draft_train_step import initial_draft, initial_state, optimizer, restack
-from k3jax.params import Tree, flatten
+from k3jax.draft_train_step import initial_draft, initial_state, optimizer
+from k3jax.params import Tree, flatten, restack
 from tests.k3jax.draft_training import draft_rows, tables, tiny_draft, tiny_draft_training, tiny_states, tiny_target
 
 

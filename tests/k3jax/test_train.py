@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from k3jax.config import ConfigError
-from k3jax.params import Tree, abstract, flatten
+from k3jax.params import Tree, abstract, flatten, restack
 from k3jax.train import Optimization, Pace, Report, TrainConfig, newest_step, train
-from k3jax.train_step import initial_params, initial_state, optimizer, restack, unstack
+from k3jax.train_step import initial_params, initial_state, optimizer, unstack
 from tests.k3jax.tiny_training import sequence_rows, tiny_config, tiny_training
 
 
