@@ -93,7 +93,7 @@ def write_checkpoint(
         old.unlink()
     packed = "w13_packed" in params.get("moe", {})
     specs = dict(flatten(abstract(config, "mxfp4" if packed else "bf16")))
-    _check(specs, dict(flatten(params)))
+    check_fit(specs, dict(flatten(params)))
     tensors = sorted(_tensors(specs), key=lambda tensor: tensor.place)
     shards = _shards(tensors, max_shard_bytes)
     width = max(5, len(str(len(shards))))
@@ -126,7 +126,8 @@ def released_config(config: K3Config, *, packed: bool) -> dict[str, Any]:
     return released
 
 
-def _check(specs: Mapping[tuple[str, ...], ParamSpec], params: Mapping[tuple[str, ...], Any]) -> None:
+def check_fit(specs: Mapping[tuple[str, ...], ParamSpec], params: Mapping[tuple[str, ...], Any]) -> None:
+    """Raise `ValueError` with every parameter, by path, that is missing, unknown or of another shape."""
     problems = [f"{'.'.join(path)} is missing" for path in specs.keys() - params.keys()]
     problems += [f"{'.'.join(path)} is unknown" for path in params.keys() - specs.keys()]
     problems += [

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from k3jax.checkpoint_writer import check_fit
 from k3jax.draft_config import DraftConfig
 from k3jax.draft_params import abstract_draft
 from k3jax.draft_rope import Rope
@@ -32,15 +33,7 @@ def write_draft(params: Tree, config: DraftConfig, folder: str | os.PathLike[str
         ValueError: a parameter's shape is not that of the configuration, or one is missing or unknown.
     """
     specs, leaves = dict(flatten(abstract_draft(config))), dict(flatten(params))
-    problems = [f"{'.'.join(path)} is missing" for path in specs.keys() - leaves.keys()]
-    problems += [f"{'.'.join(path)} is unknown" for path in leaves.keys() - specs.keys()]
-    problems += [
-        f"{'.'.join(path)} has shape {tuple(leaves[path].shape)}, not {spec.shape}"
-        for path, spec in specs.items()
-        if path in leaves and tuple(leaves[path].shape) != spec.shape
-    ]
-    if problems:
-        raise ValueError(f"the parameters do not fit the draft's configuration: {'; '.join(sorted(problems))}")
+    check_fit(specs, leaves)
     tensors = {}
     for path, spec in specs.items():
         stack = np.asarray(leaves[path]).astype(ml_dtypes.bfloat16)
