@@ -22,7 +22,6 @@ from k3jax import (
     mla_serving,
     model,
     replay,
-    sampling,
     step_layers,
     token_counts,
     verify,
@@ -31,10 +30,11 @@ from k3jax import (
 from k3jax.cache import PAGE_SIZE, Leaf, Pools, Rows
 from k3jax.config import K3Config
 from k3jax.draft_state import Drafting, DraftRows
+from k3jax.mla_serving import PageWrites
 from k3jax.pallas.dispatch import Ops
 from k3jax.params import Tree
 from k3jax.sharding.collectives import Parallel
-from k3jax.step import StepExtras, admit, chunks_of, count_prompt, page_writes
+from k3jax.step import StepExtras, admit, chunks_of, controls_of, count_prompt, page_writes
 from k3jax.step_inputs import StepInputs, StepShape, unpack
 from k3jax.verify_geometry import VerifyGeometry
 
@@ -75,13 +75,14 @@ def step(
     rows = rows._replace(drafts=rows.drafts._replace(count=rows.drafts.count.at[inputs.admit_rows].set(0)))
     where = verify_geometry.geometry(inputs, rows, shape, null_row)
     rows = count_prompt(rows, inputs, where.tokens, where.cu_seqlens[-1], shape, parallel)
-    out = _run_layers(params, pools, rows, inputs, where, config, drafting, shape, ops, parallel)
+    writes = page_writes(rows, where.tokens)
+    out = _run_layers(params, pools, rows, inputs, where, writes, config, drafting, shape, ops, parallel)
     accepted = _accept(params, rows, inputs, where, out, extras, config, drafting, shape, parallel)
     with jax.named_scope("commit"):
         pools, boundary = _commit_state(params, out.pools, rows, inputs, where, accepted, config, ops)
         rows = _commit_rows(rows, inputs, where, accepted, null_row, parallel)
     with jax.named_scope("draft_context"):
-        pools = _write_context(params, pools, rows, where, out.taps, drafting, shape, parallel)
+        pools = _write_context(params, pools, writes, where, out.taps, drafting, shape)
     with jax.named_scope("draft"):
         rows = _propose(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel)
     survival = jnp.where(rows.drafts.count[inputs.lane_rows, None] > 0, rows.drafts.survival[inputs.lane_rows], 0)
@@ -102,9 +103,9 @@ def step(
     )
 
 
-def _run_layers(params, pools, rows, inputs, where: VerifyGeometry, config, drafting, shape, ops, parallel):
+def _run_layers(params, pools, rows, inputs, where: VerifyGeometry, writes, config, drafting, shape, ops, parallel):
     """The target over decode rows and chunks. In the mixers a decode row is a contiguous range of tokens."""
-    tokens, writes = where.tokens, page_writes(rows, where.tokens)
+    tokens = where.tokens
     chunks = chunks_of(rows, inputs, tokens, where.cu_seqlens[-1])
     row = inputs.lane_rows
     slots, tables = jnp.where(tokens.lane_is_decode, rows.slot[row], 0), rows.page_table[row]
@@ -166,17 +167,7 @@ def _accept(params, rows: Rows, inputs, where: VerifyGeometry, out, extras, conf
         logits_of, (where.tokens.sample_token,), end=num_lanes, tile=max(4, shape.rows // 4), num_tokens=shape.rows
     )
     at = inputs.lane_rows
-    controls = sampling.Controls(
-        *(getattr(rows, name)[at] for name in ("temperature", "top_k", "top_p", "min_p", "presence", "frequency")),
-        repetition=rows.repetition[at],
-        seed=rows.seed[at],
-        position=where.tokens.lane_position,
-        num_logprobs=rows.num_logprobs[at],
-        bias_ids=rows.bias_ids[at],
-        bias_values=rows.bias_values[at],
-        counts=rows.counts[at],
-        allowed=extras.allowed,
-    )
+    controls = controls_of(rows, inputs, where.tokens, extras)
     drafted = verify.Drafted(rows.drafts.tokens[at], rows.drafts.logits[at], where.num_drafts)
     with jax.named_scope("sample"):
         return verify.accept(logits, drafted, controls, where.tokens.lane_samples, parallel, rule=drafting.rule)
@@ -211,10 +202,9 @@ def _commit_rows(rows: Rows, inputs: StepInputs, where: VerifyGeometry, accepted
     )
 
 
-def _write_context(params, pools: Pools, rows: Rows, where: VerifyGeometry, taps, drafting: Drafting, shape, parallel):
+def _write_context(params, pools: Pools, writes: PageWrites, where: VerifyGeometry, taps, drafting: Drafting, shape):
     """Keys and values of every token of the step, accepted or not: what lies beyond a row's length is never read."""
     tokens = where.tokens
-    writes = page_writes(rows, tokens)
 
     def entries_of(positions, *taps):
         joined = jnp.concatenate(taps, axis=-1)

@@ -213,8 +213,15 @@ def _mix(
 def choose(params, rows: Rows, inputs: StepInputs, where: Geometry, hidden, extras: StepExtras, parallel: Parallel):
     """Head and sampling for the lanes that finish a decode step or a prompt."""
     logits = model.head(params, hidden)
+    controls = controls_of(rows, inputs, where, extras)
+    with jax.named_scope("sample"):
+        return sampling.sample(logits, controls, where.lane_samples, parallel)
+
+
+def controls_of(rows: Rows, inputs: StepInputs, where: Geometry, extras: StepExtras) -> sampling.Controls:
+    """Sampling parameters of the lanes."""
     at = inputs.lane_rows
-    controls = sampling.Controls(
+    return sampling.Controls(
         *(getattr(rows, name)[at] for name in ("temperature", "top_k", "top_p", "min_p", "presence", "frequency")),
         repetition=rows.repetition[at],
         seed=rows.seed[at],
@@ -225,8 +232,6 @@ def choose(params, rows: Rows, inputs: StepInputs, where: Geometry, hidden, extr
         counts=rows.counts[at],
         allowed=extras.allowed,
     )
-    with jax.named_scope("sample"):
-        return sampling.sample(logits, controls, where.lane_samples, parallel)
 
 
 def commit(rows: Rows, inputs: StepInputs, where: Geometry, sampled, null_row: int, parallel: Parallel) -> Rows:

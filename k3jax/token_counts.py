@@ -26,13 +26,10 @@ def count(
     parallel: Parallel,
 ) -> UInt[Array, "rows X"]:
     """Mark prompt tokens as seen, count the others. `counts` holds this rank's share of the vocabulary."""
-    size = counts.shape[1]
-    local = tokens - parallel.index() * size
-    inside = live & (local >= 0) & (local < size)
-    prompt_at, output_at = jnp.where(inside & is_prompt, local, size), jnp.where(inside & ~is_prompt, local, size)
+    prompt_at = _own(counts, tokens, live & is_prompt, parallel)
     marked = counts.at[row, prompt_at].get(mode="fill", fill_value=0) | jnp.uint32(PROMPT_BIT)
     counts = counts.at[row, prompt_at].set(marked, mode="drop")
-    return counts.at[row, output_at].add(jnp.uint32(1), mode="drop")
+    return counts.at[row, _own(counts, tokens, live & ~is_prompt, parallel)].add(jnp.uint32(1), mode="drop")
 
 
 def count_output(
@@ -43,10 +40,14 @@ def count_output(
     parallel: Parallel,
 ) -> UInt[Array, "rows X"]:
     """Count tokens that rows have put out."""
+    return counts.at[row[:, None], _own(counts, tokens, live, parallel)].add(jnp.uint32(1), mode="drop")
+
+
+def _own(counts: Array, tokens: Int[Array, "*T"], live: Bool[Array, "*T"], parallel: Parallel) -> Int[Array, "*T"]:
+    """Columns of live tokens in this rank's share; one behind the last for all others."""
     size = counts.shape[1]
     local = tokens - parallel.index() * size
-    inside = live & (local >= 0) & (local < size)
-    return counts.at[row[:, None], jnp.where(inside, local, size)].add(jnp.uint32(1), mode="drop")
+    return jnp.where(live & (local >= 0) & (local < size), local, size)
 
 
 class CachedTokens(NamedTuple):
