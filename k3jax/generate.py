@@ -57,7 +57,7 @@ class StepSetup:
             dtype=self.dtype,
             mesh=self.mesh,
             parallel=self.parallel,
-            ops=dispatch.choose(platform)[0],
+            ops=dispatch.choose(dispatch.Situation(platform=platform, config=self.config, dtype=self.dtype))[0],
             unstacked=platform == "cpu",
         )
 

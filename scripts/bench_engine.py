@@ -79,7 +79,8 @@ class Bench:
         pages_per_row = 640  # 40,960 tokens
         shape = cache.CacheShape(num_rows=ROWS, num_pages=4001, num_slots=65, pages_per_row=pages_per_row)
         mesh = make_mesh()
-        ops, kernels = dispatch.choose(jax.default_backend())
+        situation = dispatch.Situation(platform=jax.default_backend(), config=self.config, dtype=self.dtype)
+        ops, kernels = dispatch.choose(situation)
         program = StepProgram(
             config=self.config,
             cache_shape=shape,

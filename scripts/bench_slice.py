@@ -43,7 +43,8 @@ def main() -> int:
     config = slice_config(args.layers)
     dtype = jnp.dtype(args.dtype)
     tree = params.abstract(config)
-    ops, kernels = dispatch.choose(jax.default_backend())
+    situation = dispatch.Situation(platform=jax.default_backend(), config=config, dtype=dtype)
+    ops, kernels = dispatch.choose(situation)
     if args.experts == "stub":
         ops = dataclasses.replace(ops, routed_experts=no_experts)
     batches = [int(batch) for batch in args.batches.split(",")]

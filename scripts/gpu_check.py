@@ -81,6 +81,7 @@ def check_step() -> bool:
 
     mesh = make_mesh()
     shape = cache.CacheShape(num_rows=64, num_pages=20_001, num_slots=1025, pages_per_row=256)
+    situation = dispatch.Situation(platform=jax.default_backend(), config=presets.demo(), dtype=jnp.bfloat16)
     program = StepProgram(
         config=presets.demo(),
         cache_shape=shape,
@@ -88,7 +89,7 @@ def check_step() -> bool:
         dtype=jnp.bfloat16,
         mesh=mesh,
         parallel=parallel_of(mesh),
-        ops=dispatch.choose(jax.default_backend())[0],
+        ops=dispatch.choose(situation)[0],
     )
     compiled = program.compile(StepShape(rows=64, prefill_tokens=512))
     pools = cache.pool_shapes(program.config, shape, program.dtype)

@@ -144,10 +144,7 @@ def _choose_ops(config: ServeConfig, model_config: K3Config, dtype: Any, device:
         drafts=drafting.tokens if drafting else None,
         rollback=drafting.rollback if drafting else "replay",
     )
-    kernels = cast(dispatch.Kernels, config.kernels)
-    return dispatch.choose(
-        device.platform, drafting.rollback if drafting else None, kernels=kernels, situation=situation
-    )
+    return dispatch.choose(situation, cast(dispatch.Kernels, config.kernels))
 
 
 def _describe(draft: DraftConfig, folder: pathlib.Path | None, drafting: Drafting | None) -> str:

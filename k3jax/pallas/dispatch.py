@@ -14,7 +14,16 @@ from k3jax.config import K3Config
 from k3jax.pallas import kda_decode, kda_ops, kda_verify
 
 Kernels = Literal["auto", "xla", "pallas"]
-KERNELS = {"kda_decode": "decode", "kda_verify": "verify", "kda_commit": "commit"}  # by op, in `kda_ops`
+KERNELS: dict[str, Callable] = {
+    "kda_decode": kda_ops.decode,
+    "kda_verify": kda_ops.verify,
+    "kda_commit": kda_ops.commit,
+}
+_KERNEL_REASONS = {
+    "pallas": "asked for, and it covers model and device",
+    "auto": "its kernel runs with --kernels pallas; it was not compared inside the step yet",
+    "xla": "asked for",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,41 +68,40 @@ class Situation:
     rollback: str = "replay"
 
 
-def choose(
-    platform: str, rollback: str | None = None, *, kernels: Kernels = "auto", situation: Situation | None = None
-) -> tuple[Ops, tuple[Choice, ...]]:
-    """Pick implementations for devices of `platform` ("cpu", "gpu"); `rollback` with a draft model only.
+def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[Choice, ...]]:
+    """Pick an implementation of every op that the step uses, with the reasons.
 
-    `kernels="pallas"` takes every kernel that supports the `situation`; "auto" takes those that were compared with
-    their reference inside the serving step on a GPU, which is none yet. Raises `ValueError` when "pallas" finds none.
+    `kernels="pallas"` takes every kernel that supports the situation; "auto" takes those that were compared with their
+    reference inside the serving step on a GPU, which is none yet. Raises `ValueError` when "pallas" finds none.
     """
-    ops = with_rollback(Ops(), rollback or "replay")
-    chosen: dict[str, tuple[str, Callable, str]] = {}
-    if platform == "cpu":
-        reason = "a row at a time: each walks its own context only"
-        chosen["mla_decode"] = ("xla", mla_serving.decode_by_row, reason)
+    taken: dict[str, Callable] = {}
+    reasons = {}
+    if situation.platform == "cpu":
+        taken["mla_decode"] = mla_serving.decode_by_row
+        reasons["mla_decode"] = "a row at a time: each walks its own context only"
     else:
-        chosen["mla_verify"] = ("xla", mla_verify.verify_by_token, "every token is a decode row: no loop over rows")
-    refusals = dict.fromkeys(KERNELS, "the kernel runs with --kernels pallas; it was not compared inside the step yet")
-    if kernels == "xla":
-        refusals = dict.fromkeys(KERNELS, "asked for")
-    elif kernels == "pallas":
-        if situation is None:
-            raise ValueError("kernels='pallas' needs the situation that they are to support")
-        refusals = {op: refusal for op in KERNELS if (refusal := _refusal(op, situation)) is not None}
-        for op in KERNELS:
-            if op not in refusals:
-                chosen[op] = ("pallas", getattr(kda_ops, KERNELS[op]), "asked for, and it covers model and device")
-        if len(refusals) == len(KERNELS):
-            raise ValueError(f"no kernel can run here: {next(iter(refusals.values()))}. Use --kernels auto.")
-    unused = () if rollback else ("kda_verify", "kda_commit", "mla_verify")
-    names = [field.name for field in dataclasses.fields(Ops) if field.name not in unused]
-    other = "the XLA reference is the only implementation"
-    choices = []
-    for name in names:
-        backend, _, reason = chosen.get(name, ("xla", None, refusals.get(name, other)))
-        choices.append(Choice(op=name, backend=backend, reason=reason))
-    return dataclasses.replace(ops, **{op: run for op, (_, run, _) in chosen.items()}), tuple(choices)
+        taken["mla_verify"] = mla_verify.verify_by_token
+        reasons["mla_verify"] = "every token is a decode row: no loop over rows"
+    running = set()
+    for op, kernel in KERNELS.items():
+        refusal = _refusal(op, situation)
+        reasons[op] = refusal or _KERNEL_REASONS[kernels]
+        if kernels == "pallas" and refusal is None:
+            taken[op] = kernel
+            running.add(op)
+    if kernels == "pallas" and not running:
+        raise ValueError(f"no kernel can run here: {reasons['kda_decode']}. Use --kernels auto.")
+    unused = () if situation.drafts else ("kda_verify", "kda_commit", "mla_verify")
+    choices = [
+        Choice(
+            op=field.name,
+            backend="pallas" if field.name in running else "xla",
+            reason=reasons.get(field.name, "the XLA reference is the only implementation"),
+        )
+        for field in dataclasses.fields(Ops)
+        if field.name not in unused
+    ]
+    return dataclasses.replace(with_rollback(Ops(), situation.rollback), **taken), tuple(choices)
 
 
 def _refusal(op: str, situation: Situation) -> str | None:

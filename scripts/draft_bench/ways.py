@@ -115,7 +115,14 @@ def build(
         num_rows=rows, num_pages=rows * PAGES_PER_ROW + 1, num_slots=2 * rows + 1, pages_per_row=PAGES_PER_ROW
     )
     platform = jax.default_backend()
-    ops, kernels = dispatch.choose(platform, rollback if drafting else None)
+    situation = dispatch.Situation(
+        platform=platform,
+        config=target.config,
+        dtype=target.dtype,
+        drafts=drafting.tokens if drafting else None,
+        rollback=rollback,
+    )
+    ops, kernels = dispatch.choose(situation)
     program = StepProgram(
         config=target.config,
         cache_shape=shape,

@@ -100,7 +100,7 @@ def device_executor(
             host_cache_bytes=store.capacity_bytes if isinstance(store, HostMemoryStore) else 0,
             identity=f"test model, tp {tp}",
         )
-        _, kernels = dispatch.choose("cpu")
+        _, kernels = dispatch.choose(dispatch.Situation(platform="cpu", config=CONFIG, dtype=jnp.float64))
         weights = jax.device_put(values, param_shardings(tree, mesh, parallel))
         return DeviceExecutor(program, weights, limits, kernels=kernels, store=store, measures_costs=measures_costs)
 

@@ -26,7 +26,7 @@ def backends(choices) -> dict[str, str]:
 
 
 def test_kernels_that_were_asked_for_run_and_say_so():
-    ops, choices = dispatch.choose("gpu", "replay", kernels="pallas", situation=HOPPER)
+    ops, choices = dispatch.choose(HOPPER, "pallas")
     assert backends(choices) == dict.fromkeys(dispatch.KERNELS, "pallas")
     assert (ops.kda_decode, ops.kda_verify, ops.kda_commit) == (kda_ops.decode, kda_ops.verify, kda_ops.commit)
 
@@ -41,8 +41,9 @@ def test_kernels_that_were_asked_for_run_and_say_so():
 )
 def test_an_op_without_a_kernel_runs_its_reference_and_says_why(changes, refused, reason):
     situation = dataclasses.replace(HOPPER, **changes)
-    _, choices = dispatch.choose("gpu", "replay", kernels="pallas", situation=situation)
-    assert {op for op, backend in backends(choices).items() if backend == "xla"} == refused
+    ops, choices = dispatch.choose(situation, "pallas")
+    assert {op for op in dispatch.KERNELS if getattr(ops, op) is not dispatch.KERNELS[op]} == refused
+    assert {choice.op for choice in choices if choice.backend == "pallas"} == dispatch.KERNELS.keys() - refused
     assert all(reason in choice.reason for choice in choices if choice.op in refused)
 
 
@@ -58,22 +59,27 @@ def test_an_op_without_a_kernel_runs_its_reference_and_says_why(changes, refused
 def test_asking_for_kernels_where_none_can_run_is_refused_with_the_reason(changes, reason):
     situation = dataclasses.replace(HOPPER, **changes)
     with pytest.raises(ValueError, match=reason):
-        dispatch.choose(situation.platform, "replay", kernels="pallas", situation=situation)
+        dispatch.choose(situation, "pallas")
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
 def test_no_kernel_runs_unless_asked_for(kernels):
-    ops, choices = dispatch.choose("gpu", "replay", kernels=kernels, situation=HOPPER)
+    ops, choices = dispatch.choose(HOPPER, kernels)
     assert set(backends(choices).values()) == {"xla"}
     assert all(choice.reason for choice in choices)
     assert ops.kda_verify is dispatch.Ops().kda_verify
+
+
+def test_where_no_kernel_could_run_the_reason_is_that_and_no_advice_to_ask_for_it():
+    _, choices = dispatch.choose(dataclasses.replace(HOPPER, platform="cpu"))
+    assert all("need a GPU" in choice.reason for choice in choices if choice.op in dispatch.KERNELS)
 
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
     draft = draft_config("gqa", vocab_size=96, mask_token_id=95, taps=(0, 2))
     situation = dataclasses.replace(HOPPER, drafts=drafts or None)
-    ops, _ = dispatch.choose("gpu", "replay" if drafts else None, kernels="pallas", situation=situation)
+    ops, _ = dispatch.choose(situation, "pallas")
     mesh = make_mesh()
     program = programs.StepProgram(
         config=CONFIG,
