@@ -27,20 +27,30 @@ def plan_decodes(state: SchedulerState, draft: PlanDraft) -> None:
     draft.budget.charge(len(decodes), len(decodes))
 
 
-def _pass_pause(state: SchedulerState, request: LiveRequest, draft: PlanDraft) -> bool:
-    """Do what is due where a page is full; False when the request does not decode in this step."""
+def goes_on(state: SchedulerState, request: LiveRequest) -> bool:
+    """Whether a request that pauses has more to decode; what it has written is published then, else it only waits."""
     if request.phase is not Phase.DECODE:
-        return False  # preempted for an older one, earlier in this loop
-    written, size = request.num_written, state.limits.page_size
-    if written == request.end_at:
+        return False  # preempted for an older one, earlier in the same step
+    if request.num_written == request.end_at:
         state.decoding.remove(request)
         request.phase = Phase.LAST
         return False
     if state.policy.prefix_cache:
-        state.cache.publish(request, min(written, len(request.tokens)))
-    if not cover(state, request, written + 1, draft):
+        state.cache.publish(request, min(request.num_written, len(request.tokens)))
+    return True
+
+
+def next_pause(state: SchedulerState, request: LiveRequest) -> int:
+    """Where the request pauses next: where its page is full, or at its end."""
+    size = state.limits.page_size
+    return min((request.num_written // size + 1) * size, request.end_at)
+
+
+def _pass_pause(state: SchedulerState, request: LiveRequest, draft: PlanDraft) -> bool:
+    """Do what is due where a page is full; False when the request does not decode in this step."""
+    if not goes_on(state, request) or not cover(state, request, request.num_written + 1, draft):
         return False
-    if written % state.policy.block == 0:
+    if request.num_written % state.policy.block == 0:
         keep_state(state, request, draft)
-    request.pause_at = min((written // size + 1) * size, request.end_at)
+    request.pause_at = next_pause(state, request)
     return True

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serving.core.crossings import may_cross, reserve_crossing
+from serving.core.decode import goes_on, next_pause
 from serving.core.growth import cover
 from serving.core.plan_draft import PlanDraft, VerifyDraft
 from serving.core.publishing import keep_state
-from serving.core.request import LiveRequest, Phase
+from serving.core.request import LiveRequest
 from serving.core.state import SchedulerState
 from serving.core.types import RowResult
 
@@ -80,21 +81,15 @@ def _pass_pause(
     state: SchedulerState, request: LiveRequest, num_drafts: int, draft: PlanDraft, verify: VerifyDraft
 ) -> bool:
     """Do what is due where a page may be full; False when the request does not decode in this step."""
-    if request.phase is not Phase.DECODE:
-        return False  # preempted for an older one, earlier in this loop
-    written, size = request.num_written, state.limits.page_size
-    if written == request.end_at:
-        state.decoding.remove(request)
-        request.phase = Phase.LAST
+    if not goes_on(state, request):
         return False
-    if state.policy.prefix_cache:
-        state.cache.publish(request, min(written, len(request.tokens)))
     most = min(request.most_written + 1 + num_drafts, request.end_at)
     if not cover(state, request, most, draft):
         return False
+    written = request.num_written
     if written == request.most_written and written % state.policy.block == 0:
         keep_state(state, request, draft)
     if may_cross(state, request, most) and (crossing := reserve_crossing(state, request)) is not None:
         verify.crossings.append(crossing)
-    request.pause_at = min((written // size + 1) * size, request.end_at)
+    request.pause_at = next_pause(state, request)
     return True
