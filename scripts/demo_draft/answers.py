@@ -1,28 +1,27 @@
-"""Have the target answer many prompts: the serving step over a few rows, refilled as answers end.
-
-A simpler loop than the server's, for scripts: a prompt is one chunk, a row keeps its own pages, nothing is cached.
-"""
+"""Have the target answer many prompts, through the scheduler and the step that serve it."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
 
 from k3jax.api import Model
 from k3jax.cache import PAGE_SIZE, CacheShape
 from k3jax.mla_serving import BLOCK_PAGES
 from k3jax.pallas import dispatch
 from k3jax.params import abstract
-from k3jax.programs import REPLICATED, StepProgram
+from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
-from k3jax.step_inputs import StepInputs, StepShape, neutral, pack
+from serving.core.policy import SchedulerPolicy
+from serving.core.types import GenerationRequest, SamplingParams
+from serving.executor import DeviceExecutor
+from serving.executor_limits import limits_of
+from serving.step_loop import StepLoop
 
 PREFILL_TOKENS = 512  # a step's, and the longest prompt
 PROGRESS_SECONDS = 15.0
@@ -48,16 +47,6 @@ class Ask:
         return "sampled" if self.temperature else "greedy"
 
 
-@dataclass(kw_only=True)
-class _Row:
-    """One prompt at work. `length` counts the tokens in the cache, which the newest of `answer` is not among."""
-
-    index: int
-    ask: Ask
-    length: int = 0
-    answer: list[int] = field(default_factory=list)
-
-
 def answer_all(
     model: Model,
     asks: Sequence[Ask],
@@ -70,37 +59,42 @@ def answer_all(
 
     `on_answer` gets the index of the prompt. Raises `FloatingPointError` for logits that are NaN.
     """
-    program = _program(model, num_rows, max_tokens)
-    decode, mixed = (StepShape(rows=num_rows, prefill_tokens=n) for n in (0, PREFILL_TOKENS))
-    compiled = {shape: (program.function(shape), program.neutral_extras(shape)) for shape in (decode, mixed)}
-    params, (pools, state) = program.prepare(model.params), program.fresh_state()
-    waiting, rows, progress = deque(range(len(asks))), {}, _Progress(len(asks))
-    while waiting or rows:
-        new = _admit(waiting, rows, asks, num_rows)
-        shape = mixed if new else decode
-        inputs = _inputs(shape, rows, new, program.cache_shape.pages_per_row)
-        run, extras = compiled[shape]
-        packed = jax.device_put(pack(inputs), NamedSharding(program.mesh, REPLICATED))
-        pools, state, outputs = run(params, pools, state, packed, extras)
-        rows |= new
-        tokens, is_nan = (x[: len(rows)] for x in jax.device_get((outputs.token, outputs.is_nan)))
-        if np.any(is_nan):
-            raise FloatingPointError("the target's logits are NaN")
-        for (place, row), token in zip(tuple(rows.items()), tokens.tolist(), strict=True):
-            row.length += 1 if row.answer else len(row.ask.prompt)
-            row.answer.append(token)
-            if token == model.config.eos_token_id or len(row.answer) == max_tokens:
-                del rows[place]
-                on_answer(row.index, tuple(row.answer))
-                progress.count(len(row.answer))
+    executor = _executor(model, num_rows, max_tokens)
+    loop = StepLoop(executor, clock=time.monotonic, seed=0, policy=SchedulerPolicy(prefix_cache=False))
+    answers: list[list[int]] = [[] for _ in asks]
+    progress = _Progress(len(asks))
+    try:
+        for index, ask in enumerate(asks):
+            request = GenerationRequest(
+                request_id=str(index),
+                prompt_token_ids=ask.prompt,
+                max_tokens=max_tokens,
+                sampling=SamplingParams(temperature=ask.temperature, seed=ask.seed),
+                stop_token_ids=(model.config.eos_token_id,),
+            )
+            for refused in loop.add(request):
+                raise ValueError(f"prompt {index} cannot be asked: {refused.error}")
+        while loop.has_requests:
+            for delta in loop.step() or ():
+                if delta.error is not None:
+                    raise FloatingPointError(f"prompt {delta.request_id}: {delta.error}")
+                answer = answers[int(delta.request_id)]
+                answer += delta.token_ids
+                if delta.finish_reason is not None:
+                    on_answer(int(delta.request_id), tuple(answer))
+                    progress.count(len(answer))
+    finally:
+        executor.close()
 
 
-def _program(model: Model, num_rows: int, max_tokens: int) -> StepProgram:
+def _executor(model: Model, num_rows: int, max_tokens: int) -> DeviceExecutor:
+    """Two programs, and pages for every row's longest sequence."""
     mesh = make_mesh(1)
     # The table's width is a multiple of what attention takes at a time.
     pages_per_row = -(-(PREFILL_TOKENS + max_tokens) // (PAGE_SIZE * BLOCK_PAGES)) * BLOCK_PAGES
     platform = mesh.devices.flat[0].platform
-    return StepProgram(
+    situation = dispatch.Situation(platform=platform, config=model.config, dtype=model.dtype)
+    program = StepProgram(
         config=model.config,
         cache_shape=CacheShape(
             num_rows=num_rows,
@@ -112,53 +106,13 @@ def _program(model: Model, num_rows: int, max_tokens: int) -> StepProgram:
         dtype=model.dtype,
         mesh=mesh,
         parallel=parallel_of(mesh),
-        ops=dispatch.choose(platform)[0],
+        ops=dispatch.choose(situation)[0],
         unstacked=platform == "cpu",
     )
-
-
-def _admit(waiting: deque[int], rows: dict[int, _Row], asks: Sequence[Ask], num_rows: int) -> dict[int, _Row]:
-    """Put waiting prompts into free rows, as many as one step's prefill takes."""
-    free, room = [place for place in range(num_rows) if place not in rows], PREFILL_TOKENS
-    new: dict[int, _Row] = {}
-    while waiting and free and len(asks[waiting[0]].prompt) <= room:
-        index = waiting.popleft()
-        new[free.pop(0)] = _Row(index=index, ask=asks[index])
-        room -= len(asks[index].prompt)
-    return new
-
-
-def _inputs(shape: StepShape, rows: dict[int, _Row], new: dict[int, _Row], pages_per_row: int) -> StepInputs:
-    """One token of every row, and all of every new prompt."""
-    inputs = neutral(shape, null_row=shape.rows)
-    inputs.num_decode[...] = len(rows)
-    inputs.num_chunks[...] = len(new)
-    inputs.lane_rows[: len(rows) + len(new)] = [*rows, *new]
-    pages = [(place, row.length // PAGE_SIZE) for place, row in rows.items() if row.length % PAGE_SIZE == 0]
-    total = 0
-    for number, (place, row) in enumerate(new.items()):
-        prompt = row.ask.prompt
-        inputs.tokens[total : total + len(prompt)] = prompt
-        total += len(prompt)
-        inputs.cu_seqlens[number + 1 :] = total
-        inputs.chunk_is_last[number] = 1
-        pages += [(place, index) for index in range(-(-len(prompt) // PAGE_SIZE))]
-        _fill_admission(inputs, number, place, row.ask)
-    for number, (place, index) in enumerate(pages):
-        inputs.page_rows[number] = place
-        inputs.page_index[number] = index
-        inputs.page_ids[number] = 1 + place * pages_per_row + index  # page 0 is null
-    return inputs
-
-
-def _fill_admission(inputs: StepInputs, number: int, place: int, ask: Ask) -> None:
-    inputs.admit_rows[number] = place
-    inputs.admit_slots[number] = 1 + place  # slot 0 is null
-    inputs.admit_prompt_length[number] = len(ask.prompt)
-    inputs.admit_seeds[number] = np.array([ask.seed & 0xFFFFFFFF, ask.seed >> 32], np.uint32).view(np.int32)
-    inputs.admit_logprobs[number] = -1
-    # temperature, top_p, min_p, presence, frequency, repetition: all but the first neutral
-    inputs.admit_floats[number] = np.array([ask.temperature, 1, 0, 0, 0, 1], np.float32).view(np.int32)
+    # The executor consumes its weights, and the model is still needed.
+    weights = jax.tree.map(jnp.copy, model.params)
+    shapes = [program.shape_of(rows=num_rows, prefill_tokens=tokens) for tokens in (0, PREFILL_TOKENS)]
+    return DeviceExecutor(program, weights, limits_of(program, max_step_tokens=PREFILL_TOKENS), shapes=shapes)
 
 
 class _Progress:
