@@ -97,21 +97,10 @@ def drafting_executor(kind: str, seeds: tuple[int, ...] = (SEED,), rollback="rep
 
 
 def serve(executor: DeviceExecutor, seed: int, setting: Setting) -> tuple[list[dict[str, list[int]]], StepLoop]:
-    """The tokens of every repetition."""
-    loop = StepLoop(
-        Borrowed(executor, **setting.limits), clock=lambda: 0.0, seed=0, policy=setting.policy, overlap=setting.overlap
-    )
-    answers = []
-    for _ in range(2 if setting.repeat else 1):
-        recorder = Recorder()
-        for wave in numbered(seed):
-            for request in wave:
-                recorder.take(loop.add(request))
-            run_to_end(loop, recorder)
-            loop.check_integrity()
-        answers.append(recorder.tokens)
+    """The tokens of every repetition, and the loop; the executor is empty again."""
+    served = without.serve(executor, seed, setting, numbered)
     executor.reset()
-    return answers, loop
+    return served
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -7,6 +7,7 @@ batch is laid out.
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -84,8 +85,10 @@ def waves(seed: int) -> list[list[GenerationRequest]]:
     return made
 
 
-def serve(executor: DeviceExecutor, seed: int, setting: Setting) -> list[dict[str, list[int]]]:
-    """The tokens of every repetition."""
+def serve(
+    executor: DeviceExecutor, seed: int, setting: Setting, waves: Callable[[int], list[list[GenerationRequest]]] = waves
+) -> tuple[list[dict[str, list[int]]], StepLoop]:
+    """The tokens of every repetition of the waves of `seed`, and the loop that served them."""
     loop = StepLoop(
         Borrowed(executor, **setting.limits),
         clock=lambda: 0.0,
@@ -104,7 +107,7 @@ def serve(executor: DeviceExecutor, seed: int, setting: Setting) -> list[dict[st
         answers.append(recorder.tokens)
         if setting.reset_between:
             loop.reset_prefix_cache()
-    return answers
+    return answers, loop
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +138,7 @@ def expected(shared_executor: DeviceExecutor):
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_way_to_serve_gives_the_tokens_of_each_request_alone(executor, expected, name):
-    for answer in serve(executor, 1, SETTINGS[name]):
+    for answer in serve(executor, 1, SETTINGS[name])[0]:
         assert answer == expected(1)
 
 
@@ -143,7 +146,7 @@ def test_every_way_to_serve_gives_the_tokens_of_each_request_alone(executor, exp
 @pytest.mark.parametrize("seed", range(2, 8))
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_mixes_get_the_same_tokens_in_every_setting(executor, expected, name, seed):
-    for answer in serve(executor, seed, SETTINGS[name]):
+    for answer in serve(executor, seed, SETTINGS[name])[0]:
         assert answer == expected(seed)
 
 
@@ -151,7 +154,7 @@ def test_random_mixes_get_the_same_tokens_in_every_setting(executor, expected, n
 def test_gathering_a_mixed_batch_gives_the_same_tokens(expected):
     gathering = device_executor(num_rows=8, num_slots=20, mixed_batch="gather", store=HostMemoryStore(2**24))
     for seed in (1, 2):
-        for answer in serve(gathering, seed, Setting(repeat=True)):
+        for answer in serve(gathering, seed, Setting(repeat=True))[0]:
             assert answer == expected(seed)
         gathering.reset()
     gathering.close()

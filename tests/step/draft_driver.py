@@ -6,17 +6,11 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from k3jax import params
-from k3jax.cache import PAGE_SIZE, CacheShape
+from k3jax.cache import CacheShape
 from k3jax.draft_config import DraftConfig
-from k3jax.draft_params import abstract_draft
-from k3jax.draft_sharding import place
 from k3jax.draft_state import AcceptanceRule, Drafting, Rollback
 from k3jax.pallas import dispatch
-from k3jax.programs import StepProgram
-from k3jax.sharding.mesh import make_mesh, parallel_of
-from k3jax.sharding.rules import param_shardings
-from k3jax.step_inputs import StepShape, neutral
+from k3jax.step_inputs import neutral
 from tests.k3jax.draft_models import draft_config, random_draft
 from tests.k3jax.golden_data import mini_config, random_params
 from tests.step.driver import CACHE, Chunk, Machine, Request, Session
@@ -56,30 +50,17 @@ class DraftMachine(Machine):
         rule: AcceptanceRule = "standard",
         config=None,
     ):
-        self.options = {"xla_backend_optimization_level": 0}
-        self.dtype = np.dtype(dtype)
-        self.cache = cache
         config = config or mini_config()
-        mesh = make_mesh(tp)
-        parallel = parallel_of(mesh)
-        self.draft = random_draft(draft)
-        with self.types():
-            tree = params.abstract(config) | {"draft": place(abstract_draft(draft), draft, parallel)}
-            self.program = StepProgram(
-                config=config,
-                cache_shape=cache,
-                tree=tree,
-                dtype=self.dtype,
-                mesh=mesh,
-                parallel=parallel,
-                ops=dispatch.with_rollback(dispatch.Ops(), rollback),
-                drafting=Drafting(config=draft, tokens=tokens, rollback=rollback, rule=rule),
-                unstacked=True,
-            )
-            cast = dict(params.flatten(random_params(config) | {"draft": self.draft}))
-            typed = params.map_tree(lambda path, spec: np.asarray(cast[path], spec.dtype(self.dtype)), tree)
-            self.params = self.program.prepare(jax.device_put(typed, param_shardings(tree, mesh, parallel)))
-        self._compiled: dict[StepShape, jax.stages.Compiled] = {}
+        super().__init__(
+            config,
+            random_params(config) | {"draft": random_draft(draft)},
+            dtype,
+            tp=tp,
+            ops=dispatch.with_rollback(dispatch.Ops(), rollback),
+            cache=cache,
+            optimise=False,
+            drafting=Drafting(config=draft, tokens=tokens, rollback=rollback, rule=rule),
+        )
 
 
 class DraftSession(Session):
@@ -183,8 +164,3 @@ class DraftSession(Session):
             survival=out.survival[lane].tolist(),
             logprobs=logprobs[:count],
         )
-
-
-def pages_for(request: Request, session: Session) -> int:
-    """Pages that hold the request's positions and the drafts of a step."""
-    return -(-(request.length + session.shape.tokens_per_row) // PAGE_SIZE)

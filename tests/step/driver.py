@@ -15,8 +15,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from k3jax import params, sampling
-from k3jax.cache import PAGE_SIZE, CacheShape, Pools
+from k3jax.cache import PAGE_SIZE, CacheShape
 from k3jax.config import K3Config
+from k3jax.draft_params import abstract_draft
+from k3jax.draft_sharding import place
+from k3jax.draft_state import Drafting
 from k3jax.pallas.dispatch import Ops
 from k3jax.programs import REPLICATED, StepProgram
 from k3jax.sharding.collectives import Parallel
@@ -84,9 +87,11 @@ class Machine:
         cache: CacheShape = CACHE,
         optimise: bool = True,
         mixed_batch: MixedBatch = "zero-copy",
+        drafting: Drafting | None = None,
         **divide: bool,
     ):
-        """`optimise=False` skimps LLVM's part of compiling, for equal up to rounding. `divide` as `parallel_of`."""
+        """`optimise=False` skimps LLVM's part of compiling, for equal up to rounding. `divide` as `parallel_of`.
+        `drafting` needs the draft's parameters in `values["draft"]`."""
         self.options = None if optimise else {"xla_backend_optimization_level": 0}
         self.dtype = np.dtype(dtype)
         self.cache = cache
@@ -94,6 +99,8 @@ class Machine:
         with self.types():
             tree = params.abstract(config)
             parallel: Parallel = parallel_of(mesh, **divide)
+            if drafting is not None:
+                tree |= {"draft": place(abstract_draft(drafting.config), drafting.config, parallel)}
             self.program = StepProgram(
                 config=config,
                 cache_shape=cache,
@@ -103,6 +110,7 @@ class Machine:
                 parallel=parallel,
                 ops=ops or Ops(),
                 mixed_batch=mixed_batch,
+                drafting=drafting,
                 unstacked=True,
             )
             cast = dict(params.flatten(values))
@@ -245,7 +253,8 @@ class Session:
         edit(*arrays)
         shardings = [pool.sharding for pool in self.pools[:3]]
         with self.machine.types():
-            self.pools = Pools(*jax.device_put(arrays, shardings), *self.pools[3:])
+            mla, kda, conv = jax.device_put(arrays, shardings)
+            self.pools = self.pools._replace(mla=mla, kda=kda, conv=conv)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
