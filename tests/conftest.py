@@ -3,8 +3,10 @@
 JAX itself is not imported here: the pure-Python tests stay fast that way.
 """
 
+import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +44,22 @@ def x64() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Drop what a file compiled and cached once it is done.
+
+    Every compiled program holds memory mappings; a process that keeps those of all files crashes at the kernel's limit
+    (vm.max_map_count, 65,530).
+    """
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and value.__module__ == request.module.__name__:
+            value.cache_clear()
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
