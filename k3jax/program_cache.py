@@ -34,7 +34,7 @@ def load_or_compile(
     """The compiled bucket and whether it came from `folder` (None: always compile)."""
     if folder is None:
         return program.compile(shape), False
-    path = folder / f"step-{_key(program, shape)}.bin"
+    path = folder / f"step-{key(program, shape)}.bin"
     if path.is_file():
         try:
             # The folder is the user's own; like every compile cache it must not be writable by others.
@@ -50,7 +50,8 @@ def load_or_compile(
         # Came from JAX's own cache. Such an executable must not be serialised again: on a CPU it loses its functions.
         return compiled, True
     try:
-        _write(path, pickle.dumps(serialize_executable.serialize(compiled)))
+        content = pickle.dumps(serialize_executable.serialize(compiled))
+        write_whole(path, hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() + content)
     except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
         logger.warning("%s could not be written (%s); the next start compiles again", path, error)
     return compiled, False
@@ -81,13 +82,12 @@ def _content(path: pathlib.Path) -> bytes:
     return content
 
 
-def _write(path: pathlib.Path, content: bytes) -> None:
-    """Whole or not at all: another server may read while this one writes."""
+def write_whole(path: pathlib.Path, content: bytes) -> None:
+    """Whole or not at all: another server may read while this one writes. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest())
             file.write(content)
         os.replace(temporary, path)
     except BaseException:
@@ -95,20 +95,31 @@ def _write(path: pathlib.Path, content: bytes) -> None:
         raise
 
 
-def _key(program: StepProgram, shape: StepShape) -> str:
-    devices = [(d.id, d.device_kind, d.platform) for d in program.mesh.devices.flat]
-    description = (
-        program.config,
-        program.cache_shape,
-        sorted(program.tree.get("moe", {})),
-        str(program.dtype),
+def key(program: StepProgram, shape: StepShape) -> str:
+    """The name of a compiled bucket: equal only for equal programs."""
+    text = repr((_description(program), shape, _surroundings(program))) + _source_hash()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _description(program: StepProgram) -> dict[str, object]:
+    """Every field of the program, a later one too, as text that is the same in every process."""
+    described: dict[str, object] = {field.name: getattr(program, field.name) for field in dataclasses.fields(program)}
+    described["tree"] = [
+        (jax.tree_util.keystr(path), spec.shape, spec.axes, spec.kind)
+        for path, spec in jax.tree_util.tree_leaves_with_path(program.tree)
+    ]
+    described["dtype"] = jax.numpy.dtype(program.dtype).name
+    described["mesh"] = (
         program.mesh.shape_tuple,
-        program.parallel,
-        [(op.__module__, op.__qualname__) for op in dataclasses.astuple(program.ops)],
-        program.mixed_batch,
-        program.unstacked,
-        shape,
-        devices,
+        [(d.id, d.device_kind, d.platform) for d in program.mesh.devices.flat],
+    )
+    described["ops"] = [(op.__module__, op.__qualname__) for op in dataclasses.astuple(program.ops)]
+    return described
+
+
+def _surroundings(program: StepProgram) -> tuple:
+    """Versions, compiler settings and the host."""
+    return (
         jax.__version__,
         jaxlib.version.__version__,
         program.mesh.devices.flat[0].client.platform_version,
@@ -117,8 +128,6 @@ def _key(program: StepProgram, shape: StepShape) -> str:
         os.environ.get("XLA_FLAGS", ""),
         _processor(),
     )
-    text = repr(description) + _source_hash()
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @functools.cache

@@ -159,7 +159,8 @@ class DeviceExecutor:
         if measures_costs and limits.draft_tokens:
             if progress:
                 progress("measuring steps with drafts")
-            costs = executor_costs.measure(self, self._row_buckets, program.cache_shape)
+            path = executor_costs.stored_at(cache, program, self._shapes)
+            costs = executor_costs.load_or_measure(self, self._row_buckets, program.cache_shape, path)
             self.limits = dataclasses.replace(limits, step_costs=costs)
             self.reset()
         self._programs_at_ready = self._watch.num_programs

@@ -5,18 +5,64 @@ Rows that belong to no request decode garbage behind a context of a few hundred 
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import pathlib
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import msgspec
+
+from k3jax import program_cache
 from k3jax.cache import PAGE_SIZE, CacheShape
+from k3jax.programs import StepProgram
+from k3jax.step_inputs import StepShape
 from serving.core.seam import Executor
 from serving.core.types import PageAppend, RowAdmission, SamplingParams, StepCost, StepPlan
 
+logger = logging.getLogger(__name__)
 CONTEXT = 448  # tokens in front of the measured ones
 REPEATS = 2
 _GROWTH_PAGES = 2  # behind the context: hold what the repeats commit at most
 _SHARES = (0.25, 1.0)  # of the drafts that the rows have, besides none
+
+
+def stored_at(folder: pathlib.Path | None, program: StepProgram, shapes: Iterable[StepShape]) -> pathlib.Path | None:
+    """The file that keeps the costs of exactly these programs between starts, beside them; None without a folder."""
+    if folder is None:
+        return None
+    keys = sorted(program_cache.key(program, shape) for shape in shapes)
+    return folder / f"costs-{hashlib.blake2b(repr(keys).encode(), digest_size=16).hexdigest()}.json"
+
+
+def load_or_measure(
+    executor: Executor, row_counts: Sequence[int], cache: CacheShape, path: pathlib.Path | None
+) -> tuple[StepCost, ...]:
+    """What an earlier start measured, if `path` has it, else `measure` and keep it there."""
+    if path is not None and (kept := _load(path, row_counts)):
+        logger.info("costs of steps with drafts as measured at an earlier start; delete %s to measure again", path)
+        return kept
+    costs = measure(executor, row_counts, cache)
+    if path is not None:
+        try:
+            program_cache.write_whole(path, msgspec.json.encode(costs))
+        except OSError as error:
+            logger.warning("%s could not be written (%s); the next start measures again", path, error)
+    return costs
+
+
+def _load(path: pathlib.Path, row_counts: Sequence[int]) -> tuple[StepCost, ...]:
+    """The costs kept there, or none if they cannot be read or are of other programs."""
+    try:
+        costs = msgspec.json.decode(path.read_bytes(), type=tuple[StepCost, ...])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.DecodeError) as error:
+        logger.warning("%s cannot be read (%s); measuring again", path, error)
+        return ()
+    is_whole = {cost.rows for cost in costs} == set(row_counts) and all(cost.seconds > 0 for cost in costs)
+    return costs if is_whole else ()
 
 
 def measure(executor: Executor, row_counts: Iterable[int], cache: CacheShape) -> tuple[StepCost, ...]:

@@ -1,14 +1,23 @@
 """Steps are timed at start, for every number of rows, and nothing of it is left when requests come."""
 
+import dataclasses
+from typing import cast
+
 import jax
 import numpy as np
 import pytest
 
+from k3jax.cache import CacheShape
+from k3jax.step_inputs import StepShape
+from serving import executor_costs
+from serving.core.seam import Executor
 from serving.core.step_costs import CostTable
+from serving.core.types import StepCost
 from serving.executor import DeviceExecutor
 from tests.executor.device import device_executor, draft_of, request, run
 
 ROWS, DRAFTS = 4, 3
+CACHE = CacheShape(num_rows=ROWS, num_pages=9, num_slots=5, pages_per_row=4)
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +50,60 @@ def test_requests_run_as_ever_and_compile_nothing(measured):
 
 def test_without_a_draft_nothing_is_measured():
     assert device_executor(num_rows=1, measures_costs=True).limits.step_costs == ()
+
+
+COSTS = (StepCost(ROWS, 0, True, 0.25), StepCost(ROWS, 0, False, 0.125))
+
+
+@pytest.fixture
+def measures(monkeypatch) -> list[int]:
+    """`measure` gives COSTS at once; every call is counted."""
+    calls = []
+
+    def measure(executor, row_counts, cache):
+        calls.append(1)
+        return COSTS
+
+    monkeypatch.setattr(executor_costs, "measure", measure)
+    return calls
+
+
+def start(path, row_counts=(ROWS,)):
+    return executor_costs.load_or_measure(cast(Executor, None), row_counts, CACHE, path)
+
+
+def test_the_next_start_takes_what_this_one_measured(measures, tmp_path):
+    assert [start(tmp_path / "costs.json") for _ in range(3)] == [COSTS] * 3
+    assert len(measures) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b'[{"rows": "four"}]', b"[]", None])
+def test_costs_that_cannot_be_used_are_measured_again(measures, tmp_path, content):
+    path = tmp_path / "costs.json"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    assert start(path) == COSTS and len(measures) == 1
+
+
+def test_costs_of_other_row_counts_are_measured_again(measures, tmp_path):
+    start(tmp_path / "costs.json")
+    start(tmp_path / "costs.json", (ROWS, 8))
+    assert len(measures) == 2
+
+
+def test_without_a_folder_every_start_measures(measures):
+    assert start(None) == start(None) == COSTS and len(measures) == 2
+
+
+def test_costs_are_kept_for_exactly_these_programs(tmp_path):
+    program, shapes = device_executor(num_rows=1)._program, [StepShape(rows=1, prefill_tokens=0)]
+    path = executor_costs.stored_at(tmp_path, program, shapes)
+    assert path == executor_costs.stored_at(tmp_path, program, shapes)
+    others = [
+        executor_costs.stored_at(tmp_path, dataclasses.replace(program, mixed_batch="gather"), shapes),
+        executor_costs.stored_at(tmp_path, program, [*shapes, StepShape(rows=1, prefill_tokens=8)]),
+    ]
+    assert path is not None and path not in others
+    assert executor_costs.stored_at(None, program, shapes) is None
