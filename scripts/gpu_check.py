@@ -9,11 +9,13 @@ kda-decode, kda-verify (with commit), short-conv: every case of their `*_cases.p
 inputs, poisoned pools, against float64; for decode also slots beyond 2^31 elements and 10,000 steps.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
 for bit.
+attn-res, router: every case of their `*_cases.py`, fresh random inputs, against float64 and in every integer.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -25,13 +27,22 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 MARGIN = 0.5
 QUESTIONS = ROOT / "demo" / "questions.jsonl"
+KERNEL_CHECKS = {  # function of a file in scripts/checks
+    "kda-decode": ("kda_decode", "check_decode"),
+    "kda-prefill": ("kda_prefill", "check_kda_prefill"),
+    "kda-verify": ("kda_decode", "check_verify"),
+    "short-conv": ("kda_decode", "check_conv"),
+    "attn-res": ("attn_res", "check_attn_res"),
+    "router": ("router", "check_router"),
+}
 
 
 def main() -> int:
     """Run the checks asked for; exit status 1 when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ops = ("step", "demo", "kda-decode", "kda-prefill", "kda-verify", "short-conv")
-    parser.add_argument("--op", action="append", choices=ops, help="check to run; repeat for several")
+    parser.add_argument(
+        "--op", action="append", choices=("step", "demo", *KERNEL_CHECKS), help="check to run; repeat for several"
+    )
     parser.add_argument("--questions", type=int, default=50, help="known questions to ask (default: 50)")
     parser.add_argument("--answer", metavar="DTYPE", help=argparse.SUPPRESS)  # one side of `demo`, in its own process
     args = parser.parse_args()
@@ -39,32 +50,16 @@ def main() -> int:
         return answer(args.answer, args.questions)
     if not args.op:
         parser.error("name a check with --op")
-    checks = {
-        "step": check_step,
-        "demo": lambda: check_demo(args.questions),
-        "kda-decode": lambda: check_kda_tokens("check_decode"),
-        "kda-prefill": check_kda_prefill,
-        "kda-verify": lambda: check_kda_tokens("check_verify"),
-        "short-conv": lambda: check_kda_tokens("check_conv"),
-    }
-    results = [checks[op]() for op in args.op]
+    checks = {"step": check_step, "demo": lambda: check_demo(args.questions)}
+    results = [checks[op]() if op in checks else check_kernel(op) for op in args.op]
     return 0 if all(results) else 1
 
 
-def check_kda_prefill() -> bool:
-    """Run the prefill kernels."""
+def check_kernel(op: str) -> bool:
+    """Run the cases of one kernel."""
     sys.path.insert(0, str(ROOT / "scripts"))
-    from checks import kda_prefill
-
-    return kda_prefill.check_kda_prefill()
-
-
-def check_kda_tokens(name: str) -> bool:
-    """Run one check of the one-token kernels."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from checks import kda_decode
-
-    return getattr(kda_decode, name)()
+    module, function = KERNEL_CHECKS[op]
+    return getattr(importlib.import_module(f"checks.{module}"), function)()
 
 
 def check_step() -> bool:

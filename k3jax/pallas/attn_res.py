@@ -1,0 +1,321 @@
+"""Attention residuals in one kernel: residual add, depth scores, softmax, mix and the RMSNorm that follows.
+
+Per token, with snapshots V_0..V_{m-1}, the accumulator x and the update u that the block before adds to it:
+
+    V_m = bf16(x + u);   s_j = sum_d V_j[d] n[d] w[d] / sqrt(mean V_j^2 + eps);   p = softmax_j s
+    mix = bf16(sum_j p_j V_j);   normed = bf16(mix / sqrt(mean mix^2 + eps)) * norm
+
+Every row is read once: the m + 2 rows of a token come into a ring in shared memory by TMA and stay there between the
+scores and the mix, while the free part of the ring receives the next token's. The floor is m + 2 rows read and two
+written at copy speed. Without an update the accumulator is read as it is and not written. A snapshot is the old
+accumulator's own array and the update is the new accumulator: taking one moves nothing.
+
+A block takes whole tokens. Sharing a token among the blocks of a cluster would shorten small batches, but partial sums
+would have to go by `plgpu.async_store_smem`, which the interpreter does not know; through global memory they cannot,
+because arriving on a cluster barrier does not order global writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from k3jax import attn_res
+from k3jax.layers import rms_norm
+
+MAX_ROWS = 15  # of a token; scores and squares fill 32 rows of partial sums, two of them spare
+RING_BYTES = 216 * 1024  # of the 227 KB of shared memory that a block may have
+WARPS = 4  # of a warpgroup
+MAX_COPY = 256  # elements of a dimension that one TMA copy takes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttnResTiles:
+    """How a block divides the width, and how many blocks walk over the tokens."""
+
+    warpgroups: int
+    vector: int  # neighbouring elements of a lane
+    blocks: int
+    ring_rows: int = MAX_ROWS  # that a block holds at most; fewer let two blocks share a multiprocessor
+
+    def __post_init__(self) -> None:
+        if self.warpgroups not in (1, 2, 4):
+            raise ValueError(f"warpgroups={self.warpgroups} must be 1, 2 or 4")
+        if self.vector not in (2, 4, 8):
+            raise ValueError(f"vector={self.vector} must be 2, 4 or 8 bfloat16 values: 4, 8 or 16 bytes")
+        if self.blocks < 1:
+            raise ValueError(f"blocks={self.blocks} must be at least 1")
+        if not 1 <= self.ring_rows <= MAX_ROWS:
+            raise ValueError(f"ring_rows={self.ring_rows} must be between 1 and {MAX_ROWS}")
+
+    def view(self, width: int) -> tuple[int, int, int]:
+        """The width as (chunk, warp of the block, element of a warp)."""
+        warps, elements = self.warpgroups * WARPS, 32 * self.vector
+        if width % (warps * elements):
+            raise ValueError(f"width={width} is no multiple of the {warps * elements} elements a block takes at once")
+        return width // (warps * elements), warps, elements
+
+
+def tiles_for(tokens: int, multiprocessors: int = 132) -> AttnResTiles:
+    """Tiles for K3's width by the number of tokens; not tuned on a GPU yet."""
+    return AttnResTiles(warpgroups=4, vector=2, blocks=min(tokens, multiprocessors))
+
+
+class Weights(NamedTuple):
+    """Weights of all layers as they are stored, so that a layer is an index and not a copy."""
+
+    res_norm: Float[Array, "L D"]
+    res_proj: Float[Array, "L D"]
+    norm: Float[Array, "L D"]  # of the RMSNorm behind the mix
+
+
+class Mixed(NamedTuple):
+    """What a call returns."""
+
+    normed: Float[Array, "T D"]
+    x: Float[Array, "T D"]  # the accumulator after the update, or the one given
+    mixed: Float[Array, "T D"] | None  # only if asked for
+
+
+def attn_res_reference(
+    layer: int,
+    bank: Sequence[Float[Array, "T D"]],
+    x: Float[Array, "T D"],
+    update: Float[Array, "T D"] | None,
+    weights: Weights,
+    eps: float,
+) -> Mixed:
+    """The model's own functions, for any float dtype."""
+    new_x = x if update is None else x + update
+    mixed = attn_res.mix(bank, new_x, weights.res_norm[layer], weights.res_proj[layer], eps)
+    return Mixed(rms_norm(mixed, weights.norm[layer], eps), new_x, mixed)
+
+
+def _part_layout(vector: int):
+    """A [chunks, 4, 32 vector] part of a row: each warp has a line of every chunk, so a sum over lanes stays in it."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((WARPS, 32 * vector), (vector,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    )
+
+
+def _sums_layout(columns: int):
+    """[32, columns] partial sums: four lanes share a row."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((32, columns), (8, columns), (columns // 4,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scratch:
+    """Shared memory of a block."""
+
+    ring: Any  # [slots, chunks, warps, elements] bf16
+    arrived: Any  # [slots]
+    partial: Any  # [32, warps] float32: square of row j at 2j, its product with the weights at 2j + 1
+    sums: Any  # [warpgroups, 32] the same summed over warps, a copy for each warpgroup
+    squares: Any  # [warps] of the mix
+    have_scored: Any  # every warpgroup has written its partial sums
+    have_mixed: Any  # and its squares of the mix, and no longer reads the token's rows
+
+
+@functools.cache
+def attn_res_kernel(
+    shape: tuple[int, int],
+    num_snapshots: int,
+    has_update: bool,
+    keeps_mixed: bool,
+    dtype,
+    tiles: AttnResTiles,
+    eps: float,
+    interpret=None,
+):
+    """Build the kernel for [T, D] = `shape`: the layer is an operand, so all layers with as many snapshots share it.
+
+    Takes (layer [1], *Weights, *snapshots, x, update if any), weights as [L, *view] and rows as [T, *view] of
+    `tiles.view(D)`; returns normed, then x if there is an update, then the mix if it is kept, all [T, *view].
+    """
+    tokens, width = shape
+    chunks, warps, elements = view = tiles.view(width)
+    num_rows = num_snapshots + 1 + has_update
+    num_sources = num_snapshots + 1
+    slots = min(tiles.ring_rows, 2 * num_rows, RING_BYTES // (width * jnp.dtype(dtype).itemsize))
+    if slots < num_rows:
+        raise ValueError(f"{num_rows} rows of {width} do not fit: the ring holds {slots}")
+    layout, sums_layout = _part_layout(tiles.vector), _sums_layout(warps)
+
+    def body(layer, res_norm, res_proj, norm, *refs, **scratch):
+        memory = _Scratch(**scratch)
+        rows, outputs = refs[:num_rows], list(refs[num_rows:])
+        normed_out = outputs.pop(0)
+        x_out = outputs.pop(0) if has_update else None
+        mixed_out = outputs.pop(0) if keeps_mixed else None
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        lines = pl.ds(warpgroup * WARPS, WARPS)
+        count = (tokens - block + (tiles.blocks - 1)) // tiles.blocks
+
+        def fetch(index, row: int):
+            """Start the copy of a row of this block's token `index`; rows take the ring's slots in turn."""
+            slot = lax.rem(index * num_rows + row, slots)
+            token = block + index * tiles.blocks
+            plgpu.copy_gmem_to_smem(rows[row].at[token], memory.ring.at[slot], memory.arrived.at[slot])
+
+        def fetch_ahead(index, row: int):
+            """The same for a row up to a ring's length behind the first one of token `index`, if there is one."""
+            index += row // num_rows
+
+            @pl.when((warpgroup == 0) & (index < count))
+            def _():
+                fetch(index, row % num_rows)
+
+        def own(ref):
+            return plgpu.load(ref.at[:, lines, :], layout=layout, optimized=False)
+
+        def row_of(index, row: int):
+            return own(memory.ring.at[lax.rem(index * num_rows + row, slots)])
+
+        def arrived(index, row: int):
+            plgpu.barrier_wait(memory.arrived.at[lax.rem(index * num_rows + row, slots)])
+
+        def in_warps(x):
+            return jnp.sum(jnp.sum(x, axis=0), axis=1)
+
+        def meet(barrier):
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+
+        for row in range(slots):
+            fetch_ahead(jnp.int32(0), row)
+        stored = layer[0]
+        score_weights = own(res_norm.at[stored]).astype(jnp.float32) * own(res_proj.at[stored]).astype(jnp.float32)
+        norm_weights = own(norm.at[stored]).astype(dtype).astype(jnp.float32)
+
+        def visit(index, carry):
+            token = block + index * tiles.blocks
+
+            def score(source: int, value):
+                wide = value.astype(jnp.float32)
+                memory.partial[2 * source, lines] = in_warps(wide * wide)
+                memory.partial[2 * source + 1, lines] = in_warps(wide * score_weights)
+
+            for source in range(num_snapshots):
+                arrived(index, source)
+                score(source, row_of(index, source))
+            arrived(index, num_snapshots)
+            x = row_of(index, num_snapshots)
+            if x_out is not None:
+                arrived(index, num_rows - 1)
+                update = row_of(index, num_rows - 1)
+                x = (x.astype(jnp.float32) + update.astype(jnp.float32)).astype(dtype)
+                x_out[token, :, lines, :] = x
+            score(num_snapshots, x)
+            meet(memory.have_scored)
+
+            sums = memory.sums.at[warpgroup]
+            sums[...] = jnp.sum(plgpu.load(memory.partial, layout=sums_layout, optimized=False), axis=1)
+            plgpu.commit_smem()
+            scores = [
+                sums[2 * source + 1] * lax.rsqrt(sums[2 * source] * (1 / width) + eps) for source in range(num_sources)
+            ]
+            highest = functools.reduce(jnp.maximum, scores)
+            powers = [jnp.exp(s - highest) for s in scores]
+            total = functools.reduce(lax.add, powers)
+            mix = x.astype(jnp.float32) * (powers[-1] / total)
+            for source in range(num_snapshots):
+                mix += row_of(index, source).astype(jnp.float32) * (powers[source] / total)
+
+            rounded = mix.astype(dtype)
+            mix = rounded.astype(jnp.float32)
+            memory.squares[lines] = in_warps(mix * mix)
+            if mixed_out is not None:
+                mixed_out[token, :, lines, :] = rounded
+            meet(memory.have_mixed)
+            for row in range(num_rows):
+                fetch_ahead(index, row + slots)
+            squares = [memory.squares[warp] for warp in range(warps)]
+            inverse = lax.rsqrt(functools.reduce(lax.add, squares) * (1 / width) + eps)
+            normed = (mix * inverse).astype(dtype).astype(jnp.float32)
+            normed_out[token, :, lines, :] = (normed * norm_weights).astype(dtype)
+            return carry
+
+        lax.fori_loop(0, count, visit, None)
+
+    row = jax.ShapeDtypeStruct((tokens, *view), dtype)
+    return plgpu.kernel(
+        body,
+        out_type=[row] * (1 + has_update + keeps_mixed),
+        grid=(tiles.blocks,),
+        grid_names=("block",),
+        num_threads=tiles.warpgroups,
+        thread_name="warpgroup",
+        scratch_types={
+            "ring": plgpu.SMEM((slots, *view), dtype),
+            "arrived": plgpu.Barrier(num_barriers=slots),
+            "partial": plgpu.SMEM((32, warps), jnp.float32),
+            "sums": plgpu.SMEM((tiles.warpgroups, 32), jnp.float32),
+            "squares": plgpu.SMEM((warps,), jnp.float32),
+            "have_scored": plgpu.Barrier(num_arrivals=tiles.warpgroups),
+            "have_mixed": plgpu.Barrier(num_arrivals=tiles.warpgroups),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )
+
+
+def attn_res_pallas(
+    layer: Int[Array, "1"],
+    bank: Sequence[Float[Array, "T D"]],
+    x: Float[Array, "T D"],
+    update: Float[Array, "T D"] | None,
+    weights: Weights,
+    eps: float,
+    *,
+    keeps_mixed: bool = False,
+    tiles: AttnResTiles | None = None,
+    interpret=None,
+) -> Mixed:
+    """Add `update` to `x`, mix it with the snapshots and norm the result, one pass over memory.
+
+    Statistics, scores, softmax and sums in float32, rounded where the model rounds. Deterministic; a token's result
+    does not depend on the others. `layer` indexes the weights; one program serves all layers with as many snapshots.
+    """
+    tokens, width = x.shape
+    tiles = tiles or tiles_for(tokens)
+    view = tiles.view(width)
+    kernel = attn_res_kernel(
+        (tokens, width), len(bank), update is not None, keeps_mixed, x.dtype, tiles, eps, interpret
+    )
+    rows = (*bank, x) if update is None else (*bank, x, update)
+    outputs = kernel(layer, *(w.reshape(-1, *view) for w in weights), *(row.reshape(tokens, *view) for row in rows))
+    normed, *rest = (out.reshape(tokens, width) for out in outputs)
+    new_x = x if update is None else rest[0]
+    return Mixed(normed, new_x, rest[-1] if keeps_mixed else None)
+
+
+def supported(width: int, num_snapshots: int, dtype, platform: str, compute_capability: float) -> str | None:
+    """Why the kernel cannot run with `tiles_for`'s tiles, or None."""
+    if platform != "gpu":
+        return f"Mosaic GPU kernels need a GPU, not {platform}"
+    if compute_capability < 9:
+        return f"TMA needs compute capability 9.0, this device has {compute_capability}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"activations are {jnp.dtype(dtype).name}, the kernel covers bfloat16"
+    step = WARPS * tiles_for(1).warpgroups * 32 * tiles_for(1).vector
+    if width % step or width // step > MAX_COPY:
+        return f"rows are {width} wide, the kernel covers multiples of {step} up to {step * MAX_COPY}"
+    capacity = min(MAX_ROWS, RING_BYTES // (2 * width))
+    if num_snapshots + 2 > capacity:
+        return f"{num_snapshots} snapshots and two rows of {width} do not fit: shared memory holds {capacity} rows"
+    return None

@@ -1,0 +1,159 @@
+"""The router in three kernels: logits, top-k with weights, and the tile map of the chosen experts.
+
+    s = sigmoid(x W^T);   experts = k largest of s + bias;   weights = s / (sum of the chosen + 1e-20) * factor
+
+Each file says how: `router_logits` multiplies on tensor cores, exact products summed in float32 like the reference's;
+`router_select` adds the shares of a sum in order and chooses; `router_map` counts. Nothing goes to the host, and no
+result depends on the order in which blocks run. The floor is the weight (2 E D bytes) read once and, with many tokens,
+2 T E D operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax import moe
+from k3jax.config import K3Config
+from k3jax.pallas import router_logits, router_map, router_select
+from k3jax.pallas.router_logits import LogitTiles
+from k3jax.pallas.router_map import MapTiles
+
+MAX_EXPERTS = 1024  # a thread of the tile map counts eight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterTiles:
+    """How the three kernels divide their work."""
+
+    logits: LogitTiles
+    map: MapTiles
+
+
+def tiles_for(tokens: int, experts: int, width: int) -> RouterTiles:
+    """Tiles by shape; not tuned on a GPU yet."""
+    return RouterTiles(
+        logits=router_logits.tiles_for(tokens, experts, width),
+        map=router_map.tiles_for(tokens),
+    )
+
+
+class RouterWeights(NamedTuple):
+    """Weights of all layers as they are stored, so that a layer is an index and not a copy."""
+
+    router: Float[Array, "L E D"]
+    bias: Float[Array, "L E"]
+
+
+class Routed(NamedTuple):
+    """The choice and the marks that `dispatch` counts."""
+
+    routing: moe.Routing  # ids of all experts, -1 for tokens that are not live
+    marks: Int[Array, "groups lanes columns"]  # see `router_select`
+
+
+def route_reference(
+    layer: int,
+    hidden: Float[Array, "T D"],
+    live: Bool[Array, "T"] | None,
+    weights: RouterWeights,
+    config: K3Config,
+) -> moe.Routing:
+    """The model's own functions, for any float dtype."""
+    routing = moe.route(hidden, weights.router[layer], weights.bias[layer], config)
+    return routing if live is None else moe.mask_padding(routing, live)
+
+
+def dispatch_reference(routing: moe.Routing, num_local: int, first_expert: int | Array, tile: int) -> moe.Dispatch:
+    """The model's own tile map."""
+    return moe.dispatch(routing.experts - first_expert, num_local, tile)
+
+
+def route_parts(
+    layer: Int[Array, "1"],
+    hidden: Float[Array, "T D"],
+    live: Bool[Array, "T"] | None,
+    weights: RouterWeights,
+    config: K3Config,
+    *,
+    tiles: RouterTiles | None = None,
+    interpret=None,
+) -> tuple[Float[Array, "shares padded E"], Routed]:
+    """`route_pallas` with the partial logits, for checks."""
+    (tokens, width), experts = hidden.shape, weights.bias.shape[-1]
+    tiles = tiles or tiles_for(tokens, experts, width)
+    padding = -tokens % router_logits.TOKEN_MULTIPLE
+    rows = jnp.pad(hidden, ((0, padding), (0, 0))) if padding else hidden
+    multiply = router_logits.logits_kernel(tokens + padding, experts, width, tiles.logits, interpret)
+    logits = multiply(layer, rows, weights.router)
+    choose = router_select.select_kernel(
+        tokens,
+        experts,
+        config.num_experts_per_token,
+        logits.shape,
+        config.routed_scaling_factor,
+        live is not None,
+        interpret,
+    )
+    mask = () if live is None else (live.astype(jnp.int32),)
+    chosen, chosen_weights, marks = choose(layer, logits, weights.bias, *mask)
+    shape = router_select.mark_shape(tokens, experts)
+    return logits, Routed(moe.Routing(chosen, chosen_weights), marks.reshape(shape))
+
+
+def route_pallas(
+    layer: Int[Array, "1"],
+    hidden: Float[Array, "T D"],
+    live: Bool[Array, "T"] | None,
+    weights: RouterWeights,
+    config: K3Config,
+    *,
+    tiles: RouterTiles | None = None,
+    interpret=None,
+) -> Routed:
+    """Choose every token's experts; the same ids as the reference wherever scores differ by more than rounding.
+
+    Rows in multiples of eight are read where they are, others are padded first, which costs a copy.
+    """
+    return route_parts(layer, hidden, live, weights, config, tiles=tiles, interpret=interpret)[1]
+
+
+def dispatch_pallas(
+    routed: Routed,
+    num_experts: int,
+    num_local: int,
+    first_expert: Int[Array, "1"],
+    tile: int,
+    *,
+    tiles: MapTiles | None = None,
+    interpret=None,
+) -> moe.Dispatch:
+    """`moe.dispatch(experts - first_expert, num_local, tile)` of the choice, equal in every integer."""
+    tokens, num_chosen = routed.routing.experts.shape
+    tiles = tiles or router_map.tiles_for(tokens)
+    place = router_map.map_kernel(tokens, num_experts, num_chosen, num_local, tile, tiles, interpret)
+    table = ()
+    if tiles.num_chunks(tokens) > 1:
+        table = (router_map.chunk_kernel(tokens, num_experts, tiles, interpret)(routed.marks),)
+    return moe.Dispatch(*place(first_expert, routed.routing.experts, routed.marks, *table))
+
+
+def supported(config: K3Config, dtype, platform: str, compute_capability: float) -> str | None:
+    """Why the kernels cannot run, or None."""
+    if platform != "gpu":
+        return f"Mosaic GPU kernels need a GPU, not {platform}"
+    if compute_capability != 9.0:
+        return f"wgmma is Hopper's (compute capability 9.0), this device has {compute_capability}"
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"activations are {jnp.dtype(dtype).name}, the kernels cover bfloat16"
+    experts, chosen = config.num_experts, config.num_experts_per_token
+    if experts % router_select.LANES or experts > MAX_EXPERTS:
+        return f"{experts} experts are no multiple of {router_select.LANES} up to {MAX_EXPERTS}"
+    if chosen % 4 or chosen > router_select.LANES:
+        return f"{chosen} experts a token are no multiple of 4 up to {router_select.LANES}"
+    if config.hidden_size % router_logits.STEP:
+        return f"the hidden width {config.hidden_size} is no multiple of {router_logits.STEP}"
+    return None

@@ -1,0 +1,58 @@
+"""The router kernels on a GPU: every case of `k3jax/pallas/router_cases.py` against float64 and `moe.dispatch`.
+
+`python scripts/checks/router.py` on a machine with one; exit status 1 when a case fails.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from k3jax.pallas import router, router_cases  # noqa: E402
+from k3jax.pallas.router_cases import RouterCase  # noqa: E402
+
+REPEATS = 20
+
+
+def check_router() -> bool:
+    """Every case, then the same bits from many calls."""
+    passed = [_check(case) for case in (*router_cases.CASES, *router_cases.GPU_CASES)]
+    return all([*passed, _repeats_itself()])
+
+
+def _check(case: RouterCase) -> bool:
+    verdict = router_cases.run(case, np.random.default_rng())
+    print(f"router, {case.name}: {'ok' if verdict.passed else 'FAILED'} {verdict}", flush=True)
+    return verdict.passed
+
+
+def _repeats_itself() -> bool:
+    case = next(case for case in router_cases.GPU_CASES if case.tokens == 144)
+    inputs = router_cases.draw(case, np.random.default_rng())
+    weights = router.RouterWeights(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
+    config = router_cases.config_of(case)
+
+    @jax.jit
+    def run(layer, hidden, first):
+        routed = router.route_pallas(layer, hidden, None, weights, config)
+        return routed.routing, router.dispatch_pallas(routed, case.experts, case.experts, first, case.tile)
+
+    arguments = jnp.asarray(inputs.layer), jnp.asarray(inputs.hidden), jnp.zeros(1, jnp.int32)
+    first = [np.asarray(x) for x in jax.tree.leaves(run(*arguments))]
+    same = all(
+        np.array_equal(a, np.asarray(b))
+        for _ in range(REPEATS)
+        for a, b in zip(first, jax.tree.leaves(run(*arguments)), strict=True)
+    )
+    print(f"router, {REPEATS} calls give the same bits: {'ok' if same else 'FAILED'}")
+    return same
+
+
+if __name__ == "__main__":
+    sys.exit(0 if check_router() else 1)

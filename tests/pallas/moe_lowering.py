@@ -1,0 +1,71 @@
+"""Lower the attention-residual and router kernels at K3's sizes for CUDA on a machine without a GPU.
+
+`python moe_lowering.py 10.3` lowers those without wgmma for compute capability 10.3 instead of 9.0: JAX reads it from
+the device, so the process has to start with another answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
+
+from k3jax.pallas import attn_res, router_logits, router_map, router_select
+
+WIDTH, EXPERTS, CHOSEN, LAYERS = 7168, 896, 16, 3
+
+
+def array(*shape: int, dtype=jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+i32, bf16 = functools.partial(array, dtype=jnp.int32), functools.partial(array, dtype=jnp.bfloat16)
+
+
+def residuals(tokens: int, snapshots: int, *, has_update: bool = True, keeps_mixed: bool = False) -> str:
+    run = functools.partial(attn_res.attn_res_pallas, eps=1e-5, keeps_mixed=keeps_mixed)
+    rows = bf16(tokens, WIDTH)
+    weights = attn_res.Weights(*(bf16(LAYERS, WIDTH) for _ in range(3)))
+    return lowered(run, i32(1), [rows] * snapshots, rows, rows if has_update else None, weights)
+
+
+def logits(tokens: int) -> str:
+    tiles = router_logits.tiles_for(tokens, EXPERTS, WIDTH)
+    kernel = router_logits.logits_kernel(tokens, EXPERTS, WIDTH, tiles)
+    return lowered(kernel, i32(1), bf16(tokens, WIDTH), bf16(LAYERS, EXPERTS, WIDTH))
+
+
+def select(tokens: int, shares: int = 8) -> str:
+    shape = shares, -(-tokens // 8) * 8, EXPERTS
+    kernel = router_select.select_kernel(tokens, EXPERTS, CHOSEN, shape, 1.0, True)
+    return lowered(kernel, i32(1), array(*shape), array(LAYERS, EXPERTS), i32(tokens))
+
+
+def tile_map(tokens: int, num_local: int = EXPERTS) -> str:
+    tiles = router_map.tiles_for(tokens)
+    groups, lanes, columns = router_select.mark_shape(tokens, EXPERTS)
+    marks = array(groups, lanes, columns, dtype=jnp.int8)
+    kernel = router_map.map_kernel(tokens, EXPERTS, CHOSEN, num_local, 16, tiles)
+    chunks = tiles.num_chunks(tokens)
+    table = [i32(chunks, lanes, columns)] if chunks > 1 else []
+    text = lowered(kernel, i32(1), i32(tokens, CHOSEN), marks, *table)
+    if table:
+        text += lowered(router_map.chunk_kernel(tokens, EXPERTS, tiles), marks)
+    return text
+
+
+def lowered(run, *arguments) -> str:
+    """The program's text for CUDA."""
+    return jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+if __name__ == "__main__":
+    major, minor = (int(x) for x in sys.argv[1].split("."))
+    utils._infer_arch = lambda: (major, minor)
+    texts = [residuals(9, 8), select(9), tile_map(9), tile_map(8192)]
+    assert all("mosaic_gpu" in text for text in texts)
+    print(f"lowered {len(texts)} programs for {sys.argv[1]}")

@@ -1,0 +1,128 @@
+"""The router kernels in the Mosaic GPU interpreter, races detected, against their float64 oracle and `moe.dispatch`."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import moe_lowering
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from k3jax import presets
+from k3jax.pallas import router, router_cases, router_logits, router_map, router_select
+from k3jax.pallas.router_cases import RouterCase
+from k3jax.pallas.router_logits import LogitTiles
+from k3jax.pallas.router_map import MapTiles
+
+INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng()
+
+
+@pytest.mark.parametrize("case", router_cases.CASES, ids=lambda case: case.name)
+def test_the_kernels_equal_the_oracle_without_races(case, capsys):
+    """Rows of padding are NaN, so are other layers' weights, and outputs before they are written."""
+    verdict = router_cases.run(case, rng(), INTERPRETER)
+    assert verdict.passed, verdict
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("scale", "bias"), [(20.0, 0.0), (1.0, 1e4), (0.0, 0.0)], ids=["saturated", "extreme bias", "all equal"]
+)
+def test_the_choice_is_by_biased_score_then_by_id(scale, bias, capsys):
+    """One token a group is left over; a large bias makes scores equal in float32, and then the lower id wins."""
+    shares, tokens, experts, chosen = 2, 5, 256, 8
+    logits = (scale * rng().standard_normal((shares, 8, experts))).astype(np.float32)
+    biases = (bias * rng().standard_normal((2, experts)).round(1)).astype(np.float32)
+    kernel = router_select.select_kernel(tokens, experts, chosen, logits.shape, 1.0, False, INTERPRETER)
+    ids, weights, marks = jax.jit(kernel)(jnp.array([1], jnp.int32), logits, biases)
+    total = (logits[0] + logits[1])[:tokens]
+    wrong, error = router_cases.judge_choice(total, biases[1], np.asarray(ids), np.asarray(weights))
+    assert wrong == 0
+    assert error <= router_cases.WEIGHT_LIMIT or scale > 1  # float32 has no e^-44, whose share of the sum is nothing
+    if scale == 0:
+        np.testing.assert_array_equal(ids, np.broadcast_to(np.arange(chosen), (tokens, chosen)))
+    counts = np.asarray(marks).reshape(2, -1)[:, :experts] >> router_select.COUNT_SHIFT
+    np.testing.assert_array_equal(counts.sum(axis=0), np.bincount(np.asarray(ids).ravel(), minlength=experts))
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+def test_the_models_functions_equal_the_oracle():
+    case = dataclasses.replace(router_cases.CASES[0], tokens=20)
+    inputs = router_cases.draw(case, rng())
+    weights = router.RouterWeights(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
+    layer, live = int(inputs.layer[0]), inputs.live
+    got = router.route_reference(
+        layer, jnp.asarray(inputs.hidden), jnp.asarray(live), weights, router_cases.config_of(case)
+    )
+    logits = inputs.hidden[live].astype(np.float64) @ inputs.router[layer].astype(np.float64).T
+    ids, chosen_weights = (np.asarray(x)[live] for x in got)
+    wrong, error = router_cases.judge_choice(logits.astype(np.float32), inputs.bias[layer], ids, chosen_weights)
+    assert wrong == 0
+    assert error <= 1e-5  # its logits are its own
+
+
+def test_the_judge_rejects_a_swapped_tie_and_a_weight_one_part_in_a_hundred_thousand_off():
+    logits = np.array([[1.0, 2.0, 2.0, 0.5]], np.float32)
+    bias = np.zeros(4, np.float32)
+    scores = 1 / (1 + np.exp(-np.array([2.0, 2.0])))
+    weights = (scores / scores.sum())[None]
+    assert router_cases.judge_choice(logits, bias, np.array([[1, 2]]), weights) == (0, 0.0)
+    assert router_cases.judge_choice(logits, bias, np.array([[2, 1]]), weights)[0] == 2
+    assert router_cases.judge_choice(logits, bias, np.array([[1, 0]]), weights)[0] == 1
+    assert router_cases.judge_choice(logits, bias, np.array([[1, 2]]), weights * 1.00001)[1] > router_cases.WEIGHT_LIMIT
+
+
+@pytest.mark.parametrize("tokens", [16, 144, 8192])
+def test_logits_lower_for_hopper(tokens):
+    assert "mosaic_gpu" in moe_lowering.logits(tokens)
+
+
+def test_choice_and_tile_map_lower_for_hopper():
+    assert "mosaic_gpu" in moe_lowering.select(9)
+    assert "mosaic_gpu" in moe_lowering.tile_map(144)
+
+
+@pytest.mark.slow
+def test_the_tile_map_of_many_tokens_and_of_a_rank_lowers_for_hopper():
+    assert "mosaic_gpu" in moe_lowering.tile_map(8192)
+    assert "mosaic_gpu" in moe_lowering.tile_map(9, num_local=112)
+
+
+def test_logit_tiles_fill_the_gpu_at_k3s_shapes():
+    small, large = (router_logits.tiles_for(n, 896, 7168) for n in (144, 8192))
+    assert small.grid(144, 896) == (14, 1, 8)
+    assert small.tokens == 144
+    assert (large.tokens, large.shares) == (224, 1)
+    assert large.grid(8192, 896) == (7, 37, 1)  # 259 blocks, two waves of 132
+
+
+def test_tiles_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="tokens=12 must be a multiple of 8"):
+        LogitTiles(tokens=12, warpgroups=1, shares=1)
+    with pytest.raises(ValueError, match="warpgroups=3"):
+        LogitTiles(tokens=8, warpgroups=3, shares=1)
+    with pytest.raises(ValueError, match="tokens=6 must be 1, 2 or a multiple of 4"):
+        MapTiles(tokens=6)
+    with pytest.raises(ValueError, match="chunk=100 must be"):
+        MapTiles(tokens=32, chunk=100)
+    assert router_map.tiles_for(144).tokens == 1
+    assert router_map.tiles_for(8192).num_chunks(8192) == 32
+
+
+def test_supported_names_what_is_not_covered():
+    config = presets.k3()
+    assert router.supported(config, jnp.bfloat16, "gpu", 9.0) is None
+    assert "not cpu" in (router.supported(config, jnp.bfloat16, "cpu", 0.0) or "")
+    assert "10.3" in (router.supported(config, jnp.bfloat16, "gpu", 10.3) or "")
+    assert "float32" in (router.supported(config, jnp.float32, "gpu", 9.0) or "")
+    few = router_cases.config_of(RouterCase(name="few", tokens=1, experts=100))
+    assert "100 experts" in (router.supported(few, jnp.bfloat16, "gpu", 9.0) or "")
+    odd = router_cases.config_of(RouterCase(name="odd", tokens=1, chosen=6))
+    assert "6 experts a token" in (router.supported(odd, jnp.bfloat16, "gpu", 9.0) or "")
+    narrow = router_cases.config_of(RouterCase(name="narrow", tokens=1, width=100))
+    assert "width 100" in (router.supported(narrow, jnp.bfloat16, "gpu", 9.0) or "")
