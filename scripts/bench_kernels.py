@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 BENCHES = pathlib.Path(__file__).resolve().parent / "bench"
-OPS = ("attn-res", "kda-decode", "kda-prefill", "router", "short-conv")
+OPS = ("attn-res", "kda-decode", "kda-prefill", "moe-tail", "router", "short-conv")
 SHAPE = ("op", "heads", "batch", "seq")  # what a line of ours must share with a peer's
 
 

@@ -31,10 +31,10 @@ from jaxtyping import Array, Float, Int
 
 from k3jax import attn_res
 from k3jax.layers import rms_norm
+from k3jax.pallas import lines
 
 MAX_ROWS = 15  # of a token; scores and squares fill 32 rows of partial sums, two of them spare
 RING_BYTES = 216 * 1024  # of the 227 KB of shared memory that a block may have
-WARPS = 4  # of a warpgroup
 MAX_COPY = 256  # elements of a dimension that one TMA copy takes
 
 
@@ -48,10 +48,7 @@ class AttnResTiles:
     ring_rows: int = MAX_ROWS  # that a block holds at most; fewer let two blocks share a multiprocessor
 
     def __post_init__(self) -> None:
-        if self.warpgroups not in (1, 2, 4):
-            raise ValueError(f"warpgroups={self.warpgroups} must be 1, 2 or 4")
-        if self.vector not in (2, 4, 8):
-            raise ValueError(f"vector={self.vector} must be 2, 4 or 8 bfloat16 values: 4, 8 or 16 bytes")
+        lines.check(self.warpgroups, self.vector)
         if self.blocks < 1:
             raise ValueError(f"blocks={self.blocks} must be at least 1")
         if not 1 <= self.ring_rows <= MAX_ROWS:
@@ -59,10 +56,7 @@ class AttnResTiles:
 
     def view(self, width: int) -> tuple[int, int, int]:
         """The width as (chunk, warp of the block, element of a warp)."""
-        warps, elements = self.warpgroups * WARPS, 32 * self.vector
-        if width % (warps * elements):
-            raise ValueError(f"width={width} is no multiple of the {warps * elements} elements a block takes at once")
-        return width // (warps * elements), warps, elements
+        return lines.view(width, self.warpgroups, self.vector)
 
 
 def tiles_for(tokens: int, multiprocessors: int = 132) -> AttnResTiles:
@@ -98,13 +92,6 @@ def attn_res_reference(
     new_x = x if update is None else x + update
     mixed = attn_res.mix(bank, new_x, weights.res_norm[layer], weights.res_proj[layer], eps)
     return Mixed(rms_norm(mixed, weights.norm[layer], eps), new_x, mixed)
-
-
-def _part_layout(vector: int):
-    """A [chunks, 4, 32 vector] part of a row: each warp has a line of every chunk, so a sum over lanes stays in it."""
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((WARPS, 32 * vector), (vector,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-    )
 
 
 def _sums_layout(columns: int):
@@ -147,13 +134,14 @@ def attn_res_kernel(
     `tiles.view(D)`; returns normed, then x if there is an update, then the mix if it is kept, all [T, *view].
     """
     tokens, width = shape
-    chunks, warps, elements = view = tiles.view(width)
+    view = tiles.view(width)
+    warps = view[1]
     num_rows = num_snapshots + 1 + has_update
     num_sources = num_snapshots + 1
     slots = min(tiles.ring_rows, 2 * num_rows, RING_BYTES // (width * jnp.dtype(dtype).itemsize))
     if slots < num_rows:
         raise ValueError(f"{num_rows} rows of {width} do not fit: the ring holds {slots}")
-    layout, sums_layout = _part_layout(tiles.vector), _sums_layout(warps)
+    layout, sums_layout = lines.layout(tiles.vector), _sums_layout(warps)
 
     def body(layer, res_norm, res_proj, norm, *refs, **scratch):
         memory = _Scratch(**scratch)
@@ -162,7 +150,7 @@ def attn_res_kernel(
         x_out = outputs.pop(0) if has_update else None
         mixed_out = outputs.pop(0) if keeps_mixed else None
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-        lines = pl.ds(warpgroup * WARPS, WARPS)
+        own_lines = lines.of(warpgroup)
         count = (tokens - block + (tiles.blocks - 1)) // tiles.blocks
 
         def fetch(index, row: int):
@@ -180,16 +168,13 @@ def attn_res_kernel(
                 fetch(index, row % num_rows)
 
         def own(ref):
-            return plgpu.load(ref.at[:, lines, :], layout=layout, optimized=False)
+            return plgpu.load(ref.at[:, own_lines, :], layout=layout, optimized=False)
 
         def row_of(index, row: int):
             return own(memory.ring.at[lax.rem(index * num_rows + row, slots)])
 
         def arrived(index, row: int):
             plgpu.barrier_wait(memory.arrived.at[lax.rem(index * num_rows + row, slots)])
-
-        def in_warps(x):
-            return jnp.sum(jnp.sum(x, axis=0), axis=1)
 
         def meet(barrier):
             plgpu.commit_smem()
@@ -207,8 +192,8 @@ def attn_res_kernel(
 
             def score(source: int, value):
                 wide = value.astype(jnp.float32)
-                memory.partial[2 * source, lines] = in_warps(wide * wide)
-                memory.partial[2 * source + 1, lines] = in_warps(wide * score_weights)
+                memory.partial[2 * source, own_lines] = lines.sum_in_warps(wide * wide)
+                memory.partial[2 * source + 1, own_lines] = lines.sum_in_warps(wide * score_weights)
 
             for source in range(num_snapshots):
                 arrived(index, source)
@@ -219,7 +204,7 @@ def attn_res_kernel(
                 arrived(index, num_rows - 1)
                 update = row_of(index, num_rows - 1)
                 x = (x.astype(jnp.float32) + update.astype(jnp.float32)).astype(dtype)
-                x_out[token, :, lines, :] = x
+                x_out[token, :, own_lines, :] = x
             score(num_snapshots, x)
             meet(memory.have_scored)
 
@@ -238,16 +223,16 @@ def attn_res_kernel(
 
             rounded = mix.astype(dtype)
             mix = rounded.astype(jnp.float32)
-            memory.squares[lines] = in_warps(mix * mix)
+            memory.squares[own_lines] = lines.sum_in_warps(mix * mix)
             if mixed_out is not None:
-                mixed_out[token, :, lines, :] = rounded
+                mixed_out[token, :, own_lines, :] = rounded
             meet(memory.have_mixed)
             for row in range(num_rows):
                 fetch_ahead(index, row + slots)
             squares = [memory.squares[warp] for warp in range(warps)]
             inverse = lax.rsqrt(functools.reduce(lax.add, squares) * (1 / width) + eps)
             normed = (mix * inverse).astype(dtype).astype(jnp.float32)
-            normed_out[token, :, lines, :] = (normed * norm_weights).astype(dtype)
+            normed_out[token, :, own_lines, :] = (normed * norm_weights).astype(dtype)
             return carry
 
         lax.fori_loop(0, count, visit, None)
@@ -312,7 +297,7 @@ def supported(width: int, num_snapshots: int, dtype, platform: str, compute_capa
         return f"TMA needs compute capability 9.0, this device has {compute_capability}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"activations are {jnp.dtype(dtype).name}, the kernel covers bfloat16"
-    step = WARPS * tiles_for(1).warpgroups * 32 * tiles_for(1).vector
+    step = lines.step(tiles_for(1).warpgroups, tiles_for(1).vector)
     if width % step or width // step > MAX_COPY:
         return f"rows are {width} wide, the kernel covers multiples of {step} up to {step * MAX_COPY}"
     capacity = min(MAX_ROWS, RING_BYTES // (2 * width))

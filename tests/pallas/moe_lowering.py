@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
-from k3jax.pallas import attn_res, router_logits, router_map, router_select
+from k3jax.pallas import attn_res, moe_tail, router_logits, router_map, router_select
 
-WIDTH, EXPERTS, CHOSEN, LAYERS = 7168, 896, 16, 3
+WIDTH, LATENT, EXPERTS, CHOSEN, LAYERS = 7168, 3584, 896, 16, 3
 
 
 def array(*shape: int, dtype=jnp.float32) -> Any:
@@ -31,6 +31,12 @@ def residuals(tokens: int, snapshots: int, *, has_update: bool = True, keeps_mix
     rows = bf16(tokens, WIDTH)
     weights = attn_res.Weights(*(bf16(LAYERS, WIDTH) for _ in range(3)))
     return lowered(run, i32(1), [rows] * snapshots, rows, rows if has_update else None, weights)
+
+
+def tail(tokens: int, *, has_norm: bool = True) -> str:
+    run = functools.partial(moe_tail.tail_pallas, eps=1e-5)
+    arrays = bf16(tokens * CHOSEN, LATENT), i32(tokens, CHOSEN), array(tokens, CHOSEN)
+    return lowered(run, i32(1), *arrays, bf16(LAYERS, LATENT) if has_norm else None)
 
 
 def logits(tokens: int) -> str:
