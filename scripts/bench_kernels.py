@@ -14,8 +14,8 @@ import subprocess
 import sys
 
 BENCHES = pathlib.Path(__file__).resolve().parent / "bench"
-OPS = ("attn-res", "kda-decode", "kda-prefill", "moe-tail", "router", "short-conv")
-SHAPE = ("op", "heads", "batch", "seq")  # what a line of ours must share with a peer's
+OPS = ("attn-res", "experts", "kda-decode", "kda-prefill", "moe-tail", "router", "short-conv")
+SHAPE = ("op", "heads", "batch", "seq", "tokens", "experts", "inter")  # what a line of ours must share with a peer's
 
 
 def main() -> int:

@@ -25,7 +25,8 @@ def check_moe_tail() -> bool:
     """Every case with its tiles, and one at K3's width with others."""
     case = next(c for c in moe_tail_cases.GPU_CASES if c.tokens == 145)
     others = (dataclasses.replace(case, name=f"{case.name}, {tiles}", tiles=tiles) for tiles in TILINGS)
-    return all([_check(case) for case in (*moe_tail_cases.CASES, *moe_tail_cases.GPU_CASES, *others)])
+    passed = [_check(case) for case in (*moe_tail_cases.CASES, *moe_tail_cases.GPU_CASES, *others)]
+    return all(passed)
 
 
 def _check(case: TailCase) -> bool:

@@ -1,0 +1,203 @@
+"""Time the routed experts at K3's shapes on a GPU: one JSON line per shape and number of tokens.
+
+`gated_us` and `plain_us` are the two kernels, each by replaying a CUDA graph whose calls choose other experts of other
+layers, so that weights are cold; `kernels_us` is their sum. `us` is the whole op in a jitted program of many calls:
+plan, gather, both kernels and the weighted sum, as the peer's figure has its alignment and its sum. `floor_us` is the
+larger of the weights of the experts chosen, read once, and the arithmetic. `--peers FILE` takes the JSON lines of the
+peers from the same session and prints a table with the bars instead; `--sweep` times other tilings as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds memory as well
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from bench.graph import graph_us  # noqa: E402
+
+from k3jax import moe, presets  # noqa: E402
+from k3jax.pallas import expert_gemm, expert_ops, expert_plan  # noqa: E402
+from k3jax.pallas.expert_ops import ExpertTiles  # noqa: E402
+from k3jax.pallas.expert_tiles import GemmShape, tile_rows, tiles_for  # noqa: E402
+
+READ_BYTES_PER_S = 4.27e12  # measured on an H200
+FLOP_PER_S = 790e12
+TOKENS = (1, 9, 36, 144, 1024, 8192)
+SHAPES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
+LAYERS = 2
+CALLS = 8  # of a graph, each with other experts
+RUNS = 9
+# ours / peer at most, by tokens; of the TP8 shard only
+MUST = {1: 0.75, 9: 0.75, 36: 0.75, 144: 0.75, 1024: 0.75, 8192: 0.55}
+AIM = {1: 0.55, 9: 0.60, 36: 0.60, 144: 0.65, 1024: 0.50, 8192: 0.35}
+SCALES = 0x7A7A7A7A  # every weight is its code times 2^-9
+CONFIG = presets.k3()
+LATENT, TOP_K = CONFIG.routed_expert_hidden_size, CONFIG.num_experts_per_token
+
+
+def main() -> None:
+    """Print the lines or the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="repeat for several; default: all")
+    parser.add_argument("--sweep", action="store_true", help="time tiles of every number of rows")
+    parser.add_argument("--peers", type=pathlib.Path, metavar="FILE", help="the peers' JSON lines")
+    args = parser.parse_args()
+    peers = read_lines(args.peers) if args.peers else None
+    if peers is not None:
+        print("| shape | tokens | us | kernels us | peer us | ours / peer | must | aim | floor us |")
+        print("|---|---|---|---|---|---|---|---|---|")
+    for name in args.shape or SHAPES:
+        for tokens in args.tokens:
+            own = tile_rows(tokens * TOP_K, SHAPES[name][0])
+            for rows in (8, 16, 24, 32, 48, 80, 128) if args.sweep else (own,):
+                row = emit(name, tokens, rows)
+                print(json.dumps(row) if peers is None else table_line(name, row, peers), flush=True)
+
+
+def emit(name: str, tokens: int, rows: int) -> dict:
+    """One measured line."""
+    experts, inter = SHAPES[name]
+    line = {"op": "moe", "tokens": tokens, "experts": experts, "inter": inter, "hidden": LATENT, "topk": TOP_K}
+    line |= {"tile_rows": rows}
+    try:
+        line |= measure(tokens, experts, inter, rows)
+    except Exception as error:  # tiles the compiler refuses must not end the sweep
+        line["failed"] = f"{type(error).__name__}: {error}"[:300]
+    return line
+
+
+def table_line(name: str, row: dict, peers: list[dict]) -> str:
+    same = [p for p in peers if "us" in p and all(p.get(k) == row[k] for k in ("op", "tokens", "experts", "inter"))]
+    peer = min((p["us"] for p in same), default=None)
+    if "failed" in row:
+        return f"| {name} | {row['tokens']} | failed: {row['failed']} | | | | | | |"
+    ratio = "" if peer is None else f"{row['us'] / peer:.2f}"
+    bars = (MUST.get(row["tokens"], ""), AIM.get(row["tokens"], "")) if name == "tp8" else ("", "")
+    cells = (name, row["tokens"], row["us"], row["kernels_us"], "" if peer is None else f"{peer:.1f}", ratio, *bars)
+    return "| " + " | ".join(map(str, (*cells, row["floor_us"]))) + " |"
+
+
+def read_lines(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Shapes and random choices of one measurement."""
+
+    shapes: tuple[GemmShape, GemmShape]
+    tiles: ExpertTiles
+    experts: list[np.ndarray]  # of each call, [T, k]
+
+
+def setup(tokens: int, experts: int, inter: int, rows: int) -> Setup:
+    """Uniform routing, as the peer's."""
+    num_rows = expert_plan.num_rows(tokens * TOP_K, experts, rows)
+    gate = (CONFIG.situ_beta, CONFIG.situ_linear_beta)
+    gated = GemmShape(num_rows=num_rows, pairs=inter // 64, blocks=LATENT // 128, experts=experts, gate=gate)
+    plain = GemmShape(num_rows=num_rows, pairs=LATENT // 128, blocks=inter // 128, experts=experts)
+    rng = np.random.default_rng()
+    chosen = [
+        np.argpartition(rng.random((tokens, experts)), TOP_K, axis=1)[:, :TOP_K].astype(np.int32) for _ in range(CALLS)
+    ]
+    tiles = ExpertTiles(tiles_for(gated, rows), tiles_for(plain, rows))
+    return Setup(shapes=(gated, plain), tiles=tiles, experts=chosen)
+
+
+def measure(tokens: int, experts: int, inter: int, rows: int) -> dict:
+    """Microseconds of the kernels and of the op, and the floor."""
+    s = setup(tokens, experts, inter, rows)
+    times = {name: kernel_us(s, which) for which, name in enumerate(("gated_us", "plain_us"))}
+    hit = statistics.mean(len(np.unique(ids)) for ids in s.experts)
+    moved = hit * 3 * LATENT * inter * (1 / 2 + 1 / 32)
+    flop = tokens * TOP_K * 6 * LATENT * inter
+    kernels = sum(times.values())
+    return {
+        "us": round(op_us(s, tokens, experts, inter), 1),
+        "kernels_us": round(kernels, 1),
+        **{name: round(us, 1) for name, us in times.items()},
+        "floor_us": round(max(moved / READ_BYTES_PER_S, flop / FLOP_PER_S) * 1e6, 1),
+        "tb_per_s": round(moved / kernels / 1e6, 2),
+        "tflops": round(flop / kernels / 1e6, 1),
+    }
+
+
+def kernel_us(s: Setup, which: int) -> float:
+    """One of the two kernels by CUDA graph."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    shape, tiles = s.shapes[which], s.tiles[which]
+    kernel = expert_gemm.build(shape, tiles)
+    num_tiles = LAYERS * shape.experts * shape.pairs * shape.blocks * 2
+
+    def bits(*size, dtype):
+        return torch.randint(-(2**31), 2**31 - 1, size, device="cuda", dtype=torch.int32).view(dtype)
+
+    words = bits(num_tiles, 64, 16, dtype=torch.uint16)
+    scales = torch.full((num_tiles, 64), SCALES, device="cuda", dtype=torch.int32).view(torch.uint32)
+    values = torch.randn(shape.num_rows, shape.blocks * 128, device="cuda").bfloat16()
+    plan_of = jax.jit(expert_plan.make_plan, static_argnums=(1, 2))
+    calls = []
+    for index, ids in enumerate(s.experts):
+        plan = plan_of(jnp.asarray(ids), shape.experts, tiles.rows)
+        layer = np.array([index % LAYERS], np.int32)
+        visited = (plan.tile_expert, plan.tile_row, plan.tile_rows, plan.num_tiles, layer)
+        calls.append((values, words, scales, *(torch.from_numpy(np.array(x)).cuda() for x in visited)))
+    us = graph_us(kernel, calls)
+    del words, scales, values, calls
+    torch.cuda.empty_cache()
+    return us
+
+
+def op_us(s: Setup, tokens: int, experts: int, inter: int) -> float:
+    """The whole op, many calls in one program."""
+    config = dataclasses.replace(CONFIG, num_experts=experts, moe_intermediate_size=inter)
+
+    pairs13, blocks13, pairs2, blocks2 = inter // 64, LATENT // 128, LATENT // 128, inter // 128
+    bits = jax.jit(jax.random.bits, static_argnums=(1, 2))
+    weights = moe.Experts(
+        bits(jax.random.key(0), (LAYERS, experts, pairs13, blocks13, 2, 64, 32), jnp.uint16),
+        bits(jax.random.key(1), (LAYERS, experts, pairs2, blocks2, 2, 64, 32), jnp.uint16),
+        jnp.full((LAYERS, experts, pairs13, blocks13, 2, 64), SCALES, jnp.uint32),
+        jnp.full((LAYERS, experts, pairs2, blocks2, 2, 64), SCALES, jnp.uint32),
+    )
+    scores = jnp.full((tokens, TOP_K), 1 / TOP_K, jnp.float32)
+
+    @jax.jit
+    def program(z, choices, weights):
+        for index in range(CALLS):
+            routing = moe.Routing(choices[index], scores)
+            total = expert_ops.routed_experts(
+                z, routing, weights, config, layer=jnp.int32(index % LAYERS), tiles=s.tiles
+            )
+            # The next call waits for this one, and nothing grows.
+            z = jnp.where(jnp.isnan(total), z, z + 0 * total.astype(z.dtype))
+        return z
+
+    z = jax.random.normal(jax.random.key(2), (tokens, LATENT), jnp.bfloat16)
+    choices = jnp.asarray(np.stack(s.experts))
+    compiled = program.lower(z, choices, weights).compile()
+    times = []
+    for _ in range(RUNS + 1):
+        jax.block_until_ready(z)
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(z, choices, weights))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / CALLS * 1e6
+
+
+if __name__ == "__main__":
+    main()
