@@ -1,7 +1,7 @@
 """Puts drafts of known quality in place of those of the draft model, inside the compiled step.
 
-The drafter knows the answers by the request's seed. The draft model runs all the same and writes its context, so only
-the tokens differ.
+The drafter knows the answers by the request's seed, which also says how good its drafts are, so that one program
+serves all kinds. The draft model runs all the same and writes its context, so only the tokens differ.
 """
 
 from __future__ import annotations
@@ -17,32 +17,36 @@ from k3jax import draft_step
 
 MAX_LENGTH = 400
 WRONG_BY = 7
-KINDS = ("perfect", "wrong", "mixed")
+KINDS = ("perfect", "wrong", "mixed")  # all right, all wrong, or right now and then
 
 
-def answer_table(answers: Mapping[int, tuple[int, Sequence[int]]]) -> np.ndarray:
-    """[seeds, positions] from prompt lengths and answers by seed; 0 where no answer is known."""
-    table = np.zeros((max(answers) + 1, MAX_LENGTH), np.int32)
-    for seed, (num_prompt, tokens) in answers.items():
-        table[seed, num_prompt : num_prompt + len(tokens)] = tokens
-    return table
+def oracle_seed(number: int, kind: str) -> int:
+    """The seed of request `number`, whose drafts are to be of `kind`."""
+    return number * len(KINDS) + KINDS.index(kind)
+
+
+def draft_table(answers: Mapping[int, tuple[int, Sequence[int]]], vocab_size: int) -> np.ndarray:
+    """[seeds, positions] of drafts, from prompt lengths and answers by request number; 0 where none is known."""
+    known = np.zeros((max(answers) + 1, MAX_LENGTH), np.int64)
+    for number, (num_prompt, tokens) in answers.items():
+        known[number, num_prompt : num_prompt + len(tokens)] = tokens
+    wrong = (known + WRONG_BY) % vocab_size
+    # By position, so that a run of right drafts has every length.
+    is_right = (np.arange(MAX_LENGTH) * 2654435761 % 2**20) % 7 > 1
+    by_kind = {"perfect": known, "wrong": wrong, "mixed": np.where(is_right, known, wrong)}
+    return np.stack([by_kind[kind] for kind in KINDS], axis=1).reshape(-1, MAX_LENGTH).astype(np.int32)
 
 
 @contextlib.contextmanager
-def drafting_from(table: np.ndarray, kind: str, vocab_size: int) -> Iterator[None]:
-    """Steps that are traced inside draft from the table: what is `perfect`, all `wrong`, or right now and then."""
+def drafting_from(table: np.ndarray) -> Iterator[None]:
+    """Steps that are traced inside take every row's drafts from the table."""
     real = draft_step._propose
 
     def propose(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel):
         rows = real(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel)
-        offsets = jnp.arange(drafting.tokens)
-        at = jnp.minimum(rows.length[:, None] + 1 + offsets, table.shape[1] - 1)
-        known = jnp.asarray(table)[jnp.minimum(rows.seed[:, :1].astype(jnp.int32), table.shape[0] - 1), at]
-        wrong = (known + WRONG_BY) % vocab_size
-        # By position, so that a run of right drafts has every length.
-        is_right = {"perfect": at >= 0, "wrong": at < 0, "mixed": (at * 2654435761 % 2**20) % 7 > 1}[kind]
-        tokens = jnp.where(is_right, known, wrong).astype(jnp.int32)
-        return rows._replace(drafts=rows.drafts._replace(tokens=tokens))
+        at = jnp.minimum(rows.length[:, None] + 1 + jnp.arange(drafting.tokens), table.shape[1] - 1)
+        seed = jnp.minimum(rows.seed[:, :1].astype(jnp.int32), table.shape[0] - 1)
+        return rows._replace(drafts=rows.drafts._replace(tokens=jnp.asarray(table)[seed, at]))
 
     with mock.patch.object(draft_step, "_propose", propose):
         yield

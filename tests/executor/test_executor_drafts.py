@@ -18,11 +18,11 @@ from serving.step_loop import StepLoop
 from tests.core.driver import run_to_end
 from tests.executor import test_executor_metamorphic as without
 from tests.executor.device import CONFIG, Borrowed, Recorder, device_executor, draft_of
-from tests.executor.oracle_drafter import answer_table, drafting_from
+from tests.executor.oracle_drafter import KINDS, draft_table, drafting_from, oracle_seed
 from tests.executor.test_executor_metamorphic import NO_HOST, Setting
 
 SEED = 1
-NUM_SEEDS = 8
+SEEDS = (SEED, 2, 3)
 SETTINGS = {
     "cache": Setting(limits=NO_HOST),
     "warm cache": Setting(limits=NO_HOST, repeat=True),
@@ -41,17 +41,17 @@ SETTINGS = {
 QUICK = ("warm cache", "cache without overlap", "few pages", "parking")
 
 
-def numbered(seed: int) -> list[list[GenerationRequest]]:
-    """The waves of `seed`, each request with a seed of its own, by which the oracle knows it."""
-    waves = without.waves(seed)
+def numbered(seed: int, kind: str = "mixed") -> list[list[GenerationRequest]]:
+    """The waves of `seed`; each request's own seed tells the oracle its number and what drafts to give."""
+
+    def own(request: GenerationRequest, number: int) -> GenerationRequest:
+        return dataclasses.replace(
+            request, sampling=dataclasses.replace(request.sampling, seed=oracle_seed(number, kind))
+        )
+
     return [
-        [
-            dataclasses.replace(
-                request, sampling=dataclasses.replace(request.sampling, seed=9 * (seed % NUM_SEEDS) + 3 * wave + i)
-            )
-            for i, request in enumerate(requests)
-        ]
-        for wave, requests in enumerate(waves)
+        [own(request, 9 * SEEDS.index(seed) + 3 * wave + i) for i, request in enumerate(requests)]
+        for wave, requests in enumerate(without.waves(seed))
     ]
 
 
@@ -74,9 +74,9 @@ def _plain() -> DeviceExecutor:
     return device_executor(num_rows=4)
 
 
-@functools.cache
-def drafting_executor(kind: str, seeds: tuple[int, ...] = (SEED,), rollback="replay") -> DeviceExecutor:
-    """Drafts of `kind`; an oracle knows the answers of `seeds`."""
+@functools.lru_cache(maxsize=2)
+def drafting_executor(kind: str, rollback="replay") -> DeviceExecutor:
+    """Drafts of the oracle for any of its kinds, else of a random draft model of `kind`."""
     build = functools.partial(
         device_executor,
         num_rows=8,
@@ -84,60 +84,59 @@ def drafting_executor(kind: str, seeds: tuple[int, ...] = (SEED,), rollback="rep
         store=HostMemoryStore(2**24),
         drafting=draft_of("mla" if kind == "mla" else "gqa", rollback=rollback),
     )
-    if kind in ("model", "mla"):
+    if kind != "oracle":
         return build()
     answers = {}
-    for seed in seeds:
-        for request in (request for wave in numbered(seed) for request in wave):
-            number = request.sampling.seed
-            assert number is not None
-            answers[number] = (len(request.prompt_token_ids), expected(seed)[request.request_id])
-    with drafting_from(answer_table(answers), kind, CONFIG.vocab_size):
+    for seed in SEEDS:
+        for number, request in enumerate(request for wave in numbered(seed) for request in wave):
+            answer = expected(seed)[request.request_id]
+            answers[9 * SEEDS.index(seed) + number] = (len(request.prompt_token_ids), answer)
+    with drafting_from(draft_table(answers, CONFIG.vocab_size)):
         return build()
 
 
-def serve(executor: DeviceExecutor, seed: int, setting: Setting) -> tuple[list[dict[str, list[int]]], StepLoop]:
+def serve(kind: str, seed: int, setting: Setting, rollback="replay") -> tuple[list[dict[str, list[int]]], StepLoop]:
     """The tokens of every repetition, and the loop; the executor is empty again."""
-    served = without.serve(executor, seed, setting, numbered)
+    executor = drafting_executor("oracle" if kind in KINDS else kind, rollback)
+    requests = functools.partial(numbered, kind=kind) if kind in KINDS else numbered
+    served = without.serve(executor, seed, setting, requests)
     executor.reset()
     return served
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_mixed_drafts_change_no_token_in_any_setting(name):
-    answers, loop = serve(drafting_executor("mixed"), SEED, SETTINGS[name])
+    answers, loop = serve("mixed", SEED, SETTINGS[name])
     assert answers == [expected(SEED)] * len(answers)
     stats = loop.stats()
     assert 0 < stats.accepted_draft_tokens_total < stats.draft_tokens_total
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["perfect", "wrong", "model", "mla"])
 @pytest.mark.parametrize("name", QUICK)
-def test_no_drafter_changes_a_token(name, kind):
-    answers, _ = serve(drafting_executor(kind), SEED, SETTINGS[name])
+@pytest.mark.parametrize("kind", ["perfect", "wrong", "model", "mla"])  # in turn, so that one executor is held
+def test_no_drafter_changes_a_token(kind, name):
+    answers, _ = serve(kind, SEED, SETTINGS[name])
     assert answers == [expected(SEED)] * len(answers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_mixes_with_mixed_drafts_get_the_same_tokens(name):
-    seeds = (SEED, 2, 3)
-    executor = drafting_executor("mixed", seeds)
-    for seed in seeds:
-        answers, _ = serve(executor, seed, SETTINGS[name])
+    for seed in SEEDS:
+        answers, _ = serve("mixed", seed, SETTINGS[name])
         assert answers == [expected(seed)] * len(answers)
 
 
 @pytest.mark.slow
 def test_snapshots_change_no_token():
-    answers, _ = serve(drafting_executor("mixed", rollback="snapshot"), SEED, SETTINGS["parking"])
+    answers, _ = serve("mixed", SEED, SETTINGS["parking"], rollback="snapshot")
     assert answers == [expected(SEED)] * len(answers)
 
 
 def test_perfect_drafts_take_few_steps():
     """User case D38: tokens per verify step are counted, bonus included, and the drafts that held are in the totals."""
-    _, loop = serve(drafting_executor("perfect"), SEED, SETTINGS["no cache"])
+    _, loop = serve("perfect", SEED, SETTINGS["no cache"])
     stats = loop.stats()
     assert stats.accepted_draft_tokens_total == stats.draft_tokens_total > 0
     assert stats.generation_tokens_total > 3 * stats.verify_rows_total
@@ -146,7 +145,7 @@ def test_perfect_drafts_take_few_steps():
 @pytest.mark.slow
 def test_aborts_with_verifies_in_flight_leave_nothing_behind():
     """Random aborts at random turns; those that finish have their tokens, and the pools are whole."""
-    executor, draw = drafting_executor("mixed"), random.Random(0)
+    executor, draw = drafting_executor("oracle"), random.Random(0)
     for _ in range(6):
         loop, recorder = StepLoop(Borrowed(executor), clock=lambda: 0.0, seed=0), Recorder()
         requests = [request for wave in numbered(SEED) for request in wave]
