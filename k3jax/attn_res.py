@@ -7,13 +7,30 @@ s_j = sum_d V_j[d] rsqrt(mean V_j^2 + eps) n[d] w[d],  p = softmax_j s,  mix = s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from k3jax.layers import wide
+from k3jax.layers import rms_norm, wide
+
+
+class DepthWeights(NamedTuple):
+    """Weights of all layers as they are held, stacked or a tuple of layers, so that a layer is an index."""
+
+    res_norm: Float[Array, "L D"] | tuple[Float[Array, "D"], ...]
+    res_proj: Float[Array, "L D"] | tuple[Float[Array, "D"], ...]
+    norm: Float[Array, "L D"] | tuple[Float[Array, "D"], ...]  # of the RMSNorm behind the mix
+
+
+class Mixed(NamedTuple):
+    """What `mix_and_norm` returns."""
+
+    normed: Float[Array, "*B D"]
+    x: Float[Array, "*B D"]  # the accumulator after the update, or the one given
+    mixed: Float[Array, "*B D"] | None  # only if asked for
 
 
 def mix(
@@ -34,3 +51,19 @@ def mix(
     scores = jnp.sum(candidates * (wide(norm) * wide(proj)), axis=-1) * scale
     probabilities = jax.nn.softmax(scores, axis=-1)
     return jnp.sum(probabilities[..., None] * candidates, axis=-2).astype(x.dtype)
+
+
+def mix_and_norm(
+    layer: int,
+    bank: Sequence[Float[Array, "*B D"]],
+    x: Float[Array, "*B D"],
+    update: Float[Array, "*B D"] | None,
+    weights: DepthWeights,
+    eps: float,
+    *,
+    keeps_mixed: bool = False,
+) -> Mixed:
+    """Add `update` to the accumulator, mix it with the snapshots, and norm the mix: all between two blocks."""
+    x = x if update is None else x + update
+    mixed = mix(bank, x, weights.res_norm[layer], weights.res_proj[layer], eps)
+    return Mixed(rms_norm(mixed, weights.norm[layer], eps), x, mixed if keeps_mixed else None)

@@ -13,6 +13,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import attn_res, kda, mla, moe
+from k3jax.attn_res import DepthWeights
 from k3jax.config import K3Config
 from k3jax.layers import linear, rms_norm, situ_mlp
 from k3jax.params import Tree
@@ -39,10 +40,21 @@ def depth_mix(params: Tree, config: K3Config, layer: int, bank, x) -> Float[Arra
     return attn_res.mix(bank, x, norm, proj, config.rms_norm_eps)
 
 
+def attention_depth_weights(params: Tree) -> DepthWeights:
+    """Of the mix and norm in front of every layer's mixer."""
+    block = params["block"]
+    return DepthWeights(block["attn_res_norm"], block["attn_res_proj"], block["attn_norm"])
+
+
+def ffn_depth_weights(params: Tree) -> DepthWeights:
+    """Of the mix and norm in front of every layer's feed-forward."""
+    block = params["block"]
+    return DepthWeights(block["ffn_res_norm"], block["ffn_res_proj"], block["ffn_norm"])
+
+
 def attention_input(params: Tree, config: K3Config, layer: int, bank, x) -> Float[Array, "*B D"]:
     """Depth mix over the old bank and x, then the norm in front of the mixer."""
-    mixed = depth_mix(params, config, layer, bank, x)
-    return rms_norm(mixed, params["block"]["attn_norm"][layer], config.rms_norm_eps)
+    return attn_res.mix_and_norm(layer, bank, x, None, attention_depth_weights(params), config.rms_norm_eps).normed
 
 
 def output_projection(params: Tree, config: K3Config, layer: int, mixed, parallel: Parallel = SINGLE):
@@ -60,12 +72,23 @@ def feed_forward(
     *,
     run_experts: Callable,
     parallel: Parallel = SINGLE,
+) -> Float[Array, "T D"]:
+    """Depth mix, norm and feed-forward of flat tokens; the caller adds the result to x."""
+    mixed = attn_res.mix_and_norm(layer, bank, x, None, ffn_depth_weights(params), config.rms_norm_eps)
+    return feed_forward_of_normed(params, config, layer, mixed.normed, run_experts=run_experts, parallel=parallel)
+
+
+def feed_forward_of_normed(
+    params: Tree,
+    config: K3Config,
+    layer: int,
+    normed: Float[Array, "T D"],
+    *,
+    run_experts: Callable,
+    parallel: Parallel = SINGLE,
     live: Bool[Array, "T"] | None = None,
 ) -> Float[Array, "T D"]:
-    """Depth mix, norm and feed-forward of flat tokens; the caller adds the result to x. `live` marks real tokens."""
-    block = layer_params(params, "block", layer)
-    mixed = attn_res.mix(bank, x, block["ffn_res_norm"], block["ffn_res_proj"], config.rms_norm_eps)
-    normed = rms_norm(mixed, block["ffn_norm"], config.rms_norm_eps)
+    """Dense or LatentMoE feed-forward of flat tokens behind their norm. `live` marks real tokens."""
     index = config.ffn_index(layer)
     if config.ffn(layer) == "dense":
         dense = layer_params(params, "dense", index)

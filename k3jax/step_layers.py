@@ -92,19 +92,24 @@ def _between_mixers(
 ):
     """Per-token work from one mixer's output to the next mixer's input, and the depth mix if a draft taps it."""
 
+    eps = config.rms_norm_eps
+
     def run(x, mixed, live, *bank):
         update = model.output_projection(params, config, layer, mixed, parallel)
         if config.is_snapshot(layer):
-            bank, x = (*bank, x), update
-        else:
-            x = x + update
-        x = x + model.feed_forward(
-            params, config, layer, bank, x, run_experts=ops.routed_experts, parallel=parallel, live=live
+            bank, x, update = (*bank, x), update, None
+        before_ffn = ops.depth_mix(layer, bank, x, update, model.ffn_depth_weights(params), eps)
+        x = before_ffn.x
+        update = model.feed_forward_of_normed(
+            params, config, layer, before_ffn.normed, run_experts=ops.routed_experts, parallel=parallel, live=live
         )
-        tap = model.depth_mix(params, config, layer + 1, bank, x) if is_tapped else ()
         if layer + 1 == config.num_hidden_layers:
-            return x, (), tap
-        return x, _project(params, config, layer + 1, model.attention_input(params, config, layer + 1, bank, x)), tap
+            x = x + update
+            return x, (), model.depth_mix(params, config, layer + 1, bank, x) if is_tapped else ()
+        weights = model.attention_depth_weights(params)
+        before_mixer = ops.depth_mix(layer + 1, bank, x, update, weights, eps, keeps_mixed=is_tapped)
+        projected = _project(params, config, layer + 1, before_mixer.normed)
+        return before_mixer.x, projected, before_mixer.mixed if is_tapped else ()
 
     return run
 

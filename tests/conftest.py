@@ -3,6 +3,8 @@
 JAX itself is not imported here: the pure-Python tests stay fast that way.
 """
 
+import contextlib
+import ctypes
 import gc
 import importlib.util
 import os
@@ -65,6 +67,8 @@ def _forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it; what it freed goes back to the system
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from k3jax import attn_res
-from k3jax.layers import rms_norm
+from k3jax.attn_res import DepthWeights, Mixed
 from k3jax.pallas import lines
 
 MAX_ROWS = 15  # of a token; scores and squares fill 32 rows of partial sums, two of them spare
@@ -59,39 +58,10 @@ class AttnResTiles:
         return lines.view(width, self.warpgroups, self.vector)
 
 
-def tiles_for(tokens: int, multiprocessors: int = 132) -> AttnResTiles:
-    """Tiles for K3's width by the number of tokens; not tuned on a GPU yet."""
-    return AttnResTiles(warpgroups=4, vector=2, blocks=min(tokens, multiprocessors))
-
-
-class Weights(NamedTuple):
-    """Weights of all layers as they are stored, so that a layer is an index and not a copy."""
-
-    res_norm: Float[Array, "L D"]
-    res_proj: Float[Array, "L D"]
-    norm: Float[Array, "L D"]  # of the RMSNorm behind the mix
-
-
-class Mixed(NamedTuple):
-    """What a call returns."""
-
-    normed: Float[Array, "T D"]
-    x: Float[Array, "T D"]  # the accumulator after the update, or the one given
-    mixed: Float[Array, "T D"] | None  # only if asked for
-
-
-def attn_res_reference(
-    layer: int,
-    bank: Sequence[Float[Array, "T D"]],
-    x: Float[Array, "T D"],
-    update: Float[Array, "T D"] | None,
-    weights: Weights,
-    eps: float,
-) -> Mixed:
-    """The model's own functions, for any float dtype."""
-    new_x = x if update is None else x + update
-    mixed = attn_res.mix(bank, new_x, weights.res_norm[layer], weights.res_proj[layer], eps)
-    return Mixed(rms_norm(mixed, weights.norm[layer], eps), new_x, mixed)
+def tiles_for(tokens: int, width: int, multiprocessors: int = 132) -> AttnResTiles:
+    """As many warpgroups as divide the width; not tuned on a GPU yet."""
+    fitting = (n for n in (4, 2, 1) if width % lines.step(n, 2) == 0)
+    return AttnResTiles(warpgroups=next(fitting, 1), vector=2, blocks=min(tokens, multiprocessors))
 
 
 def _sums_layout(columns: int):
@@ -130,7 +100,7 @@ def attn_res_kernel(
 ):
     """Build the kernel for [T, D] = `shape`: the layer is an operand, so all layers with as many snapshots share it.
 
-    Takes (layer [1], *Weights, *snapshots, x, update if any), weights as [L, *view] and rows as [T, *view] of
+    Takes (layer [1], *DepthWeights, *snapshots, x, update if any), weights as [L, *view] and rows as [T, *view] of
     `tiles.view(D)`; returns normed, then x if there is an update, then the mix if it is kept, all [T, *view].
     """
     tokens, width = shape
@@ -264,7 +234,7 @@ def attn_res_pallas(
     bank: Sequence[Float[Array, "T D"]],
     x: Float[Array, "T D"],
     update: Float[Array, "T D"] | None,
-    weights: Weights,
+    weights: DepthWeights,
     eps: float,
     *,
     keeps_mixed: bool = False,
@@ -277,16 +247,32 @@ def attn_res_pallas(
     does not depend on the others. `layer` indexes the weights; one program serves all layers with as many snapshots.
     """
     tokens, width = x.shape
-    tiles = tiles or tiles_for(tokens)
+    tiles = tiles or tiles_for(tokens, width)
     view = tiles.view(width)
     kernel = attn_res_kernel(
         (tokens, width), len(bank), update is not None, keeps_mixed, x.dtype, tiles, eps, interpret
     )
     rows = (*bank, x) if update is None else (*bank, x, update)
-    outputs = kernel(layer, *(w.reshape(-1, *view) for w in weights), *(row.reshape(tokens, *view) for row in rows))
+    stacks = (jnp.asarray(w).reshape(-1, *view) for w in weights)
+    outputs = kernel(layer, *stacks, *(row.reshape(tokens, *view) for row in rows))
     normed, *rest = (out.reshape(tokens, width) for out in outputs)
     new_x = x if update is None else rest[0]
     return Mixed(normed, new_x, rest[-1] if keeps_mixed else None)
+
+
+def mix_and_norm(
+    layer: int,
+    bank: Sequence[Float[Array, "T D"]],
+    x: Float[Array, "T D"],
+    update: Float[Array, "T D"] | None,
+    weights: DepthWeights,
+    eps: float,
+    *,
+    keeps_mixed: bool = False,
+) -> Mixed:
+    """`attn_res.mix_and_norm` on the kernel."""
+    index = jnp.full(1, layer, jnp.int32)
+    return attn_res_pallas(index, bank, x, update, weights, eps, keeps_mixed=keeps_mixed)
 
 
 def supported(width: int, num_snapshots: int, dtype, platform: str, compute_capability: float) -> str | None:
@@ -297,7 +283,8 @@ def supported(width: int, num_snapshots: int, dtype, platform: str, compute_capa
         return f"TMA needs compute capability 9.0, this device has {compute_capability}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"activations are {jnp.dtype(dtype).name}, the kernel covers bfloat16"
-    step = lines.step(tiles_for(1).warpgroups, tiles_for(1).vector)
+    tiles = tiles_for(1, width)
+    step = lines.step(tiles.warpgroups, tiles.vector)
     if width % step or width // step > MAX_COPY:
         return f"rows are {width} wide, the kernel covers multiples of {step} up to {step * MAX_COPY}"
     capacity = min(MAX_ROWS, RING_BYTES // (2 * width))

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.attn_res import DepthWeights, Mixed
 from k3jax.pallas import attn_res
-from k3jax.pallas.attn_res import AttnResTiles, Weights
+from k3jax.pallas.attn_res import AttnResTiles
 from k3jax.pallas.kda_decode_cases import BF16, relative_error
 
 EPS = 1e-5
@@ -65,7 +66,7 @@ class AttnResInputs:
     bank: list[np.ndarray]  # [T, D] bf16 each
     x: np.ndarray
     update: np.ndarray | None
-    weights: list[np.ndarray]  # as in `Weights`: [L, D], NaN in the other layers
+    weights: list[np.ndarray]  # as in `DepthWeights`: [L, D], NaN in the other layers
 
 
 def draw(case: AttnResCase, rng: np.random.Generator) -> AttnResInputs:
@@ -116,7 +117,7 @@ class AttnResVerdict:
         return self.normed_error <= LIMIT and self.mixed_error <= LIMIT and self.x_equal
 
 
-def judge(inputs: AttnResInputs, got: attn_res.Mixed) -> AttnResVerdict:
+def judge(inputs: AttnResInputs, got: Mixed) -> AttnResVerdict:
     """Compare a run with the oracle."""
     normed, x, mixed = oracle(inputs)
     return AttnResVerdict(
@@ -133,6 +134,6 @@ def run(case: AttnResCase, rng: np.random.Generator, interpret=None) -> AttnResV
         attn_res.attn_res_pallas, eps=EPS, keeps_mixed=case.keeps_mixed, tiles=case.tiles, interpret=interpret
     )
     update = None if inputs.update is None else jnp.asarray(inputs.update)
-    weights = Weights(*(jnp.asarray(w) for w in inputs.weights))
+    weights = DepthWeights(*(jnp.asarray(w) for w in inputs.weights))
     bank = [jnp.asarray(v) for v in inputs.bank]
     return judge(inputs, jax.jit(kernel)(jnp.asarray(inputs.layer), bank, jnp.asarray(inputs.x), update, weights))

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from k3jax import kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
+from k3jax import attn_res, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
+from k3jax.pallas import attn_res as attn_res_kernel
 from k3jax.pallas import kda_decode, kda_ops, kda_verify
 
 Kernels = Literal["auto", "xla", "pallas"]
@@ -18,6 +19,7 @@ KERNELS: dict[str, Callable] = {
     "kda_decode": kda_ops.decode,
     "kda_verify": kda_ops.verify,
     "kda_commit": kda_ops.commit,
+    "depth_mix": attn_res_kernel.mix_and_norm,
 }
 _KERNEL_REASONS = {
     "pallas": "asked for, and it covers model and device",
@@ -37,6 +39,7 @@ class Ops:
     kda_verify: Callable = replay_serving.verify  # this and the next two: with a draft model
     kda_commit: Callable = replay_serving.commit
     mla_verify: Callable = mla_verify.verify
+    depth_mix: Callable = attn_res.mix_and_norm
     routed_experts: Callable = moe.routed_experts
 
 
@@ -106,12 +109,14 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
 
 def _refusal(op: str, situation: Situation) -> str | None:
     """Why the kernel of `op` cannot run, or None."""
-    if op != "kda_decode":
-        if situation.drafts is None:
-            return "nothing is drafted"
-        if situation.rollback != "replay":
-            return "rollback is by snapshots, which have no kernel"
-        return kda_verify.supported(
-            situation.config, situation.dtype, situation.platform, situation.compute_capability, 1 + situation.drafts
-        )
-    return kda_decode.supported(situation.config, situation.dtype, situation.platform, situation.compute_capability)
+    config, device = situation.config, (situation.dtype, situation.platform, situation.compute_capability)
+    if op == "kda_decode":
+        return kda_decode.supported(config, *device)
+    if op == "depth_mix":
+        num_snapshots = sum(config.is_snapshot(layer) for layer in range(config.num_hidden_layers))
+        return attn_res_kernel.supported(config.hidden_size, num_snapshots, *device)
+    if situation.drafts is None:
+        return "nothing is drafted"
+    if situation.rollback != "replay":
+        return "rollback is by snapshots, which have no kernel"
+    return kda_verify.supported(config, *device, 1 + situation.drafts)

@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
     for tokens in args.tokens:
         for has_update in (False, True):
-            for tiles in sweep(tokens) if args.sweep else [tiles_for(tokens)]:
+            for tiles in sweep(tokens) if args.sweep else [tiles_for(tokens, WIDTH)]:
                 row = {"op": "attn_res", "tokens": tokens, "snapshots": args.snapshots, "update": has_update}
                 row |= {f"tile_{name}": value for name, value in dataclasses.asdict(tiles).items()}
                 try:

@@ -60,7 +60,14 @@ def test_start_up_reports_its_programs(executor):
     assert report.num_programs == report.num_compiled + report.num_loaded == 2
     assert info["programs"] == ["rows 8 x prefill 0", "rows 8 x prefill 128"]
     assert info["dtype"] == "float64"
-    assert set(info["kernels"]) == {"kda_decode", "kda_prefill", "mla_decode", "mla_prefill", "routed_experts"}
+    assert set(info["kernels"]) == {
+        "kda_decode",
+        "kda_prefill",
+        "mla_decode",
+        "mla_prefill",
+        "depth_mix",
+        "routed_experts",
+    }
 
 
 def test_the_watch_counts_its_own_thread_only_while_it_counts():

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
+from k3jax.attn_res import DepthWeights
 from k3jax.pallas import attn_res, moe_tail, router_logits, router_map, router_select
 
 WIDTH, LATENT, EXPERTS, CHOSEN, LAYERS = 7168, 3584, 896, 16, 3
@@ -29,7 +30,7 @@ i32, bf16 = functools.partial(array, dtype=jnp.int32), functools.partial(array, 
 def residuals(tokens: int, snapshots: int, *, has_update: bool = True, keeps_mixed: bool = False) -> str:
     run = functools.partial(attn_res.attn_res_pallas, eps=1e-5, keeps_mixed=keeps_mixed)
     rows = bf16(tokens, WIDTH)
-    weights = attn_res.Weights(*(bf16(LAYERS, WIDTH) for _ in range(3)))
+    weights = DepthWeights(*(bf16(LAYERS, WIDTH) for _ in range(3)))
     return lowered(run, i32(1), [rows] * snapshots, rows, rows if has_update else None, weights)
 
 

@@ -10,12 +10,12 @@ from k3jax import params, programs
 from k3jax.cache import CacheShape
 from k3jax.draft_params import abstract_draft
 from k3jax.draft_state import Drafting
-from k3jax.pallas import dispatch, kda_ops
+from k3jax.pallas import dispatch
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from tests.k3jax.draft_models import draft_config
 from tests.k3jax.golden_data import mini_config
 
-CONFIG = mini_config(kda_head_dim=128)
+CONFIG = mini_config(kda_head_dim=128, hidden_size=256)
 HOPPER = dispatch.Situation(
     platform="gpu", config=CONFIG, dtype=jnp.dtype(jnp.bfloat16), compute_capability=9.0, drafts=4
 )
@@ -28,7 +28,7 @@ def backends(choices) -> dict[str, str]:
 def test_kernels_that_were_asked_for_run_and_say_so():
     ops, choices = dispatch.choose(HOPPER, "pallas")
     assert backends(choices) == dict.fromkeys(dispatch.KERNELS, "pallas")
-    assert (ops.kda_decode, ops.kda_verify, ops.kda_commit) == (kda_ops.decode, kda_ops.verify, kda_ops.commit)
+    assert {op: getattr(ops, op) for op in dispatch.KERNELS} == dispatch.KERNELS
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,14 @@ def test_where_no_kernel_could_run_the_reason_is_that_and_no_advice_to_ask_for_i
 
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
-    draft = draft_config("gqa", vocab_size=96, mask_token_id=95, taps=(0, 2))
+    draft = draft_config(
+        "gqa",
+        vocab_size=96,
+        mask_token_id=95,
+        hidden_size=CONFIG.hidden_size,
+        target_hidden_size=CONFIG.hidden_size,
+        taps=(0, 2),
+    )
     situation = dataclasses.replace(HOPPER, drafts=drafts or None)
     ops, _ = dispatch.choose(situation, "pallas")
     mesh = make_mesh()
@@ -95,5 +102,6 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
         shape = program.shape_of(rows=4, prefill_tokens=prefill_tokens)
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.operands(shape))
         text = program.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-        kda_layers = len(CONFIG.kda_layers)
-        assert text.count("custom_call @mosaic_gpu") == (kda_layers + 1 if drafts else kda_layers)
+        in_mixers = len(CONFIG.kda_layers) + (1 if drafts else 0)
+        between = 2 * CONFIG.num_hidden_layers - 1  # in front of every feed-forward, and of every mixer but the first
+        assert text.count("custom_call @mosaic_gpu") == in_mixers + between
