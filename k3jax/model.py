@@ -95,7 +95,8 @@ def feed_forward_of_normed(
         return parallel.psum(
             situ_mlp(normed, dense["gate_up"], dense["down"], config.situ_beta, config.situ_linear_beta)
         )
-    return moe.feed_forward(layer_params(params, "moe", index), normed, config, parallel, live, run_experts)
+    experts = moe.Experts.of(params["moe"], index)
+    return moe.feed_forward(layer_params(params, "moe", index), normed, config, parallel, live, run_experts, experts)
 
 
 def output_norm(params: Tree, config: K3Config, bank, x) -> Float[Array, "*B D"]:

@@ -8,6 +8,7 @@ expansion, on every device. The combine sums each token's experts in order of ra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -44,30 +45,46 @@ def select(logits: Float[Array, "T E"], bias: Float[Array, "E"], config: K3Confi
 
 
 class Experts(NamedTuple):
-    """One layer's expert weights as they are held: MXFP4 (packed with scales) or plain (scales None)."""
+    """Expert weights as they are held: MXFP4 (packed with scales) or plain (scales None).
+
+    One layer's, or with `layer` the stacks of all (arrays with a leading layer axis, or tuples of layers), which a
+    kernel reads in place.
+    """
 
     w13: Array  # [E, 2, F, L] or packed [E, 2, F, L/2]
     w2: Array  # [E, L, F] or packed [E, L, F/2]
     w13_scale: Array | None = None
     w2_scale: Array | None = None
+    layer: int | None = None
 
     @classmethod
-    def of(cls, params: dict) -> Experts:
-        """From one layer's parameter dict."""
+    def of(cls, params: Mapping, layer: int | None = None) -> Experts:
+        """From the parameters of one layer, or from the stacks of all and the layer's place in them."""
         if "w13" in params:
-            return cls(params["w13"], params["w2"])
-        return cls(params["w13_packed"], params["w2_packed"], params["w13_scale"], params["w2_scale"])
+            return cls(params["w13"], params["w2"], layer=layer)
+        return cls(params["w13_packed"], params["w2_packed"], params["w13_scale"], params["w2_scale"], layer)
+
+    def alone(self) -> Experts:
+        """This layer's arrays: static slices, free in an unrolled program."""
+        if self.layer is None:
+            return self
+        w13_scale, w2_scale = (None if x is None else x[self.layer] for x in (self.w13_scale, self.w2_scale))
+        return Experts(self.w13[self.layer], self.w2[self.layer], w13_scale, w2_scale)
 
     @property
     def num_local(self) -> int:
-        return self.w13.shape[0]
+        """Experts on this rank."""
+        if isinstance(self.w2, tuple):
+            return self.w2[0].shape[0]
+        return self.w2.shape[0 if self.layer is None else 1]
 
     def dequantized(self, expert, dtype) -> tuple[Array, Array]:
         """(w13 [2F, L], w2 [L, F]) of one expert, or of an array of experts with its shape in front."""
-        w13, w2 = self.w13[expert], self.w2[expert]
-        if self.w13_scale is not None and self.w2_scale is not None:
-            w13 = mxfp4.decode(w13, self.w13_scale[expert], dtype)
-            w2 = mxfp4.decode(w2, self.w2_scale[expert], dtype)
+        w13, w2, w13_scale, w2_scale, _ = self.alone()
+        w13, w2 = w13[expert], w2[expert]
+        if w13_scale is not None and w2_scale is not None:
+            w13 = mxfp4.decode(w13, w13_scale[expert], dtype)
+            w2 = mxfp4.decode(w2, w2_scale[expert], dtype)
         return w13.reshape(*w13.shape[:-3], -1, w13.shape[-1]), w2
 
 
@@ -199,8 +216,11 @@ def feed_forward(
     parallel: Parallel,
     live: Bool[Array, "T"] | None,
     run_experts,
+    experts: Experts | None = None,
 ) -> Float[Array, "T D"]:
     """The whole block on flat tokens. `run_experts(z, routing, experts, config, first_expert)` is the expert op.
+
+    `experts` are by default those of `params`, which are one layer's.
 
     Partial sums over ranks are reduced before the norm, as the maths demands: with replicated latent projections in one
     collective together with the shared expert, with sharded ones in three.
@@ -208,7 +228,7 @@ def feed_forward(
     routing = route(x, params["router"], params["router_bias"], config)
     if live is not None:
         routing = mask_padding(routing, live)
-    experts = Experts.of(params)
+    experts = Experts.of(params) if experts is None else experts
     first = parallel.index() * experts.num_local if experts.num_local != config.num_experts else 0
     z = linear(x, params["latent_down"])
     if parallel.shard_latents:

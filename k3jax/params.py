@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from k3jax.config import MXFP4_GROUP, K3Config
 from k3jax.layers import wide_dtype
 
-Kind = Literal["weight", "wide", "bytes"]
+Kind = Literal["weight", "wide", "bytes", "words16", "words32"]
 ExpertFormat = Literal["mxfp4", "bf16"]
 Initializer = Literal["normal", "ones", "zeros", "a_log", "dt_bias", "conv", "nibbles", "scales"]
 A_LOG_PADDED = 128  # the released tensor is padded with zeros to this length
@@ -41,7 +41,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One stacked parameter. `kind` decides its dtype: compute dtype, wide (fp32 islands) or raw bytes."""
+    """One stacked parameter. `kind` decides its dtype: compute dtype, wide (fp32 islands), or raw bytes or words."""
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
@@ -54,7 +54,10 @@ class ParamSpec:
 
     def dtype(self, compute: Any) -> jnp.dtype:
         """Dtype in memory when activations are `compute`."""
-        return {"weight": jnp.dtype(compute), "wide": wide_dtype(compute), "bytes": jnp.dtype(jnp.uint8)}[self.kind]
+        raw = {"bytes": jnp.uint8, "words16": jnp.uint16, "words32": jnp.uint32}
+        if self.kind in raw:
+            return jnp.dtype(raw[self.kind])
+        return jnp.dtype(compute) if self.kind == "weight" else wide_dtype(compute)
 
 
 Tree = dict[str, Any]

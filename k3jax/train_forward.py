@@ -131,8 +131,9 @@ def dense_weights(routing: moe.Routing, num_experts: int, live) -> tuple[Float[A
 
 def dense_experts(z: Float[Array, "T L"], weights: Float[Array, "T E"], experts: moe.Experts, config: K3Config):
     """sum_e w_e w2_e SiTU(w1_e z, w3_e z) with the sum over experts inside the second product. Wide."""
-    num_experts, _, width, latent = experts.w13.shape
-    both = linear(z, experts.w13.reshape(-1, latent)).reshape(-1, num_experts, 2, width)
+    w13, w2, *_ = experts.alone()
+    num_experts, _, width, latent = w13.shape
+    both = linear(z, w13.reshape(-1, latent)).reshape(-1, num_experts, 2, width)
     inner = situ(both[:, :, 0], both[:, :, 1], config.situ_beta, config.situ_linear_beta)
     weighted = (inner * weights[..., None]).astype(z.dtype)
-    return jnp.einsum("tef,elf->tl", weighted, experts.w2, preferred_element_type=weights.dtype)
+    return jnp.einsum("tef,elf->tl", weighted, w2, preferred_element_type=weights.dtype)

@@ -26,7 +26,7 @@ from slice_bench.parts import parts, time_part  # noqa: E402
 from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
 
 from k3jax import cache, params  # noqa: E402
-from k3jax.pallas import dispatch  # noqa: E402
+from k3jax.pallas import dispatch, expert_load  # noqa: E402
 from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
 from k3jax.step_inputs import StepShape  # noqa: E402
@@ -44,7 +44,8 @@ def main() -> int:
     dtype = jnp.dtype(args.dtype)
     tree = params.abstract(config)
     situation = dispatch.Situation(platform=jax.default_backend(), config=config, dtype=dtype)
-    ops, kernels = dispatch.choose(situation)
+    ops, kernels = dispatch.choose(situation, args.kernels)
+    is_repacked = dispatch.wants_repacked_experts(ops)
     if args.experts == "stub":
         ops = dataclasses.replace(ops, routed_experts=no_experts)
     batches = [int(batch) for batch in args.batches.split(",")]
@@ -57,7 +58,7 @@ def main() -> int:
     program = StepProgram(
         config=config,
         cache_shape=shape,
-        tree=tree,
+        tree=expert_load.repacked_tree(tree) if is_repacked else tree,
         dtype=dtype,
         mesh=mesh,
         parallel=parallel_of(mesh),
@@ -77,7 +78,7 @@ def main() -> int:
     }
     emit(setting=setting)
     started = time.perf_counter()
-    weights = random_weights(config, tree, dtype)
+    weights = random_weights(config, tree, dtype, forms=expert_load.REPACK if is_repacked else {})
     jax.block_until_ready(weights)
     emit(weights_gb=sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / 1e9, seconds=time.perf_counter() - started)
     if args.parts:
@@ -96,6 +97,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--experts", choices=("real", "stub"), default="real", help="run the routed experts or skip them"
     )
+    parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto")
     parser.add_argument("--mixed-batch", choices=("zero-copy", "gather"), default="zero-copy")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--checkpoint", choices=("internal", "split", "off"), default="internal")

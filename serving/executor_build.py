@@ -18,9 +18,10 @@ from k3jax.config import K3Config
 from k3jax.draft_config import DraftConfig
 from k3jax.draft_state import AcceptanceRule, Drafting, Rollback
 from k3jax.loading import compute_dtype, expert_format, fill
-from k3jax.pallas import dispatch
+from k3jax.pallas import dispatch, expert_load
 from k3jax.programs import StepProgram
 from k3jax.sharding import rules
+from k3jax.sharding.collectives import Parallel
 from k3jax.sharding.mesh import make_mesh
 from k3jax.step import MixedBatch
 from serving.config import ConfigError, ServeConfig
@@ -72,8 +73,12 @@ def build_executor(
         weights = fill(checkpoint, model_config, dtype, mesh, parallel)
         if draft is not None:
             weights |= {"draft": draft_loading.load_draft(draft, dtype, mesh, parallel)}
+    ops, kernels = _choose_ops(config, model_config, dtype, mesh.devices.flat[0], parallel, drafting, tree)
+    if dispatch.wants_repacked_experts(ops):
+        report("arranging expert weights for their kernels")
+        weights = expert_load.repack(tree, weights, mesh, parallel)
+        tree = expert_load.repacked_tree(tree)
     sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0], drafting)
-    ops, kernels = _choose_ops(config, model_config, dtype, mesh.devices.flat[0], drafting)
     program = StepProgram(
         config=model_config,
         cache_shape=sizes.cache_shape,
@@ -135,7 +140,15 @@ def choose_drafting(config: ServeConfig, draft: DraftConfig) -> Drafting:
     )
 
 
-def _choose_ops(config: ServeConfig, model_config: K3Config, dtype: Any, device: Any, drafting: Drafting | None) -> Any:
+def _choose_ops(
+    config: ServeConfig,
+    model_config: K3Config,
+    dtype: Any,
+    device: Any,
+    parallel: Parallel,
+    drafting: Drafting | None,
+    tree: parameter_tree.Tree,
+) -> tuple[dispatch.Ops, tuple[dispatch.Choice, ...]]:
     situation = dispatch.Situation(
         platform=device.platform,
         config=model_config,
@@ -143,6 +156,8 @@ def _choose_ops(config: ServeConfig, model_config: K3Config, dtype: Any, device:
         compute_capability=float(getattr(device, "compute_capability", 0.0)),
         drafts=drafting.tokens if drafting else None,
         rollback=drafting.rollback if drafting else "replay",
+        expert_width=model_config.moe_intermediate_size // (1 if parallel.whole_experts else parallel.degree),
+        has_mxfp4_experts="w13_packed" in tree["moe"],
     )
     return dispatch.choose(situation, cast(dispatch.Kernels, config.kernels))
 

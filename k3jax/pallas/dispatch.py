@@ -12,7 +12,7 @@ from typing import Any, Literal
 from k3jax import attn_res, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
-from k3jax.pallas import kda_decode, kda_ops, kda_verify
+from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_verify
 
 Kernels = Literal["auto", "xla", "pallas"]
 KERNELS: dict[str, Callable] = {
@@ -20,6 +20,7 @@ KERNELS: dict[str, Callable] = {
     "kda_verify": kda_ops.verify,
     "kda_commit": kda_ops.commit,
     "depth_mix": attn_res_kernel.mix_and_norm,
+    "routed_experts": expert_ops.routed_experts,
 }
 _KERNEL_REASONS = {
     "pallas": "asked for, and it covers model and device",
@@ -69,6 +70,13 @@ class Situation:
     compute_capability: float = 0.0  # of a GPU: 9.0 is Hopper
     drafts: int | None = None  # that a row may verify; None without a draft model
     rollback: str = "replay"
+    expert_width: int | None = None  # of one rank; None: all of it
+    has_mxfp4_experts: bool = True
+
+
+def wants_repacked_experts(ops: Ops) -> bool:
+    """Whether the step takes its experts as `expert_load.repack` leaves them."""
+    return ops.routed_experts is KERNELS["routed_experts"]
 
 
 def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[Choice, ...]]:
@@ -115,6 +123,9 @@ def _refusal(op: str, situation: Situation) -> str | None:
     if op == "depth_mix":
         num_snapshots = sum(config.is_snapshot(layer) for layer in range(config.num_hidden_layers))
         return attn_res_kernel.supported(config.hidden_size, num_snapshots, *device)
+    if op == "routed_experts":
+        width = situation.expert_width or config.moe_intermediate_size
+        return expert_ops.supported(config, *device, width, situation.has_mxfp4_experts)
     if situation.drafts is None:
         return "nothing is drafted"
     if situation.rollback != "replay":

@@ -61,15 +61,16 @@ def routed_expert_rows(
     config: K3Config,
     first_expert: int | Array = 0,
     *,
-    layer: Int[Array, ""] | None = None,
+    layer: int | Int[Array, ""] | None = None,
     tiles: ExpertTiles | None = None,
     interpret=None,
 ) -> ExpertRows:
     """Outputs of every chosen expert that is here. float32 accumulation; SiTU in float32, rounded to bfloat16.
 
-    `experts` are repacked, of one layer or, with `layer`, of all layers stacked: then the weights are not sliced and
-    one kernel serves all layers.
+    `experts` are repacked, of one layer or, with `layer` (theirs or the argument), of all layers stacked: then the
+    weights are not sliced and one kernel serves all layers.
     """
+    layer = experts.layer if layer is None else layer
     w13, w2, w13_scale, w2_scale = _arrays(experts)
     latent, num_pairs = z.shape[1], routing.experts.size
     num_local, pairs13, blocks13 = w13.shape[-6:-3]
@@ -100,7 +101,7 @@ def routed_experts(
     config: K3Config,
     first_expert: int | Array = 0,
     *,
-    layer: Int[Array, ""] | None = None,
+    layer: int | Int[Array, ""] | None = None,
     tiles: ExpertTiles | None = None,
     interpret=None,
 ) -> Float[Array, "T L"]:

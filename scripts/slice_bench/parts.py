@@ -110,7 +110,7 @@ def parts(config: K3Config, rows: int, context: int, ops: Ops) -> list[Part]:
     add(
         "routed experts",
         config.num_moe_layers,
-        lambda w, p, i, x: _experts(of(w, "moe", i), x, config, ops),
+        lambda w, p, i, x: _experts(of(w, "moe", i), moe.Experts.of(w["moe"], i), x, config, ops),
         floor_us(expert_bytes, rows * config.num_experts_per_token * 6 * latent * inter),
     )
     add(
@@ -224,10 +224,10 @@ def _router(params, x, config):
     return _to_hidden(routing.weights + routing.experts, x.shape[-1])
 
 
-def _experts(params, x, config, ops):
+def _experts(params, experts, x, config, ops):
     routing = moe.route(x, params["router"], params["router_bias"], config)
     z = x[:, : config.routed_expert_hidden_size]
-    return _to_hidden(ops.routed_experts(z, routing, moe.Experts.of(params), config, 0), x.shape[-1])
+    return _to_hidden(ops.routed_experts(z, routing, experts, config, 0), x.shape[-1])
 
 
 def _latents_and_shared(params, x, config):

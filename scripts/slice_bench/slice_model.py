@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -39,18 +41,29 @@ def slice_config(num_layers: int) -> K3Config:
     )
 
 
-def random_weights(config: K3Config, tree: params.Tree, dtype: Any, seed: int = 0) -> params.Tree:
-    """Random parameters made on the device, a layer of one parameter at a time: nothing but the stacks is large."""
+def random_weights(
+    config: K3Config,
+    tree: params.Tree,
+    dtype: Any,
+    seed: int = 0,
+    forms: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType({}),
+) -> params.Tree:
+    """Random parameters made on the device, a layer of one parameter at a time: nothing but the stacks is large.
+
+    `forms` bring a layer of the parameters they name into the form in which they are to be held.
+    """
 
     def leaf(path: tuple[str, ...], spec: params.ParamSpec) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(path).encode()) & 0x7FFFFFFF)
         target = spec.dtype(dtype)
         if not params.is_stacked(spec):
             return _draw(spec, target)(key)
-        stack = jnp.zeros(spec.shape, target)
         one = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+        draw, form = _draw(one, target), jax.jit(forms.get(path[-1], lambda value: value))
+        made = jax.eval_shape(form, jax.ShapeDtypeStruct(one.shape, target))
+        stack = jnp.zeros((spec.shape[0], *made.shape), made.dtype)
         for layer in range(spec.shape[0]):
-            stack = _write(stack, _draw(one, target)(jax.random.fold_in(key, layer)), layer)
+            stack = _write(stack, form(draw(jax.random.fold_in(key, layer))), layer)
         return stack
 
     return params.map_tree(leaf, tree)
