@@ -85,6 +85,7 @@ def feed_forward_of_normed(
     normed: Float[Array, "T D"],
     *,
     run_experts: Callable,
+    finish_rows: Callable = moe.finish_rows,
     parallel: Parallel = SINGLE,
     live: Bool[Array, "T"] | None = None,
 ) -> Float[Array, "T D"]:
@@ -95,8 +96,10 @@ def feed_forward_of_normed(
         return parallel.psum(
             situ_mlp(normed, dense["gate_up"], dense["down"], config.situ_beta, config.situ_linear_beta)
         )
-    experts = moe.Experts.of(params["moe"], index)
-    return moe.feed_forward(layer_params(params, "moe", index), normed, config, parallel, live, run_experts, experts)
+    stacks = moe.Stacks(params["moe"], index)
+    return moe.feed_forward(
+        layer_params(params, "moe", index), normed, config, parallel, live, run_experts, finish_rows, stacks
+    )
 
 
 def output_norm(params: Tree, config: K3Config, bank, x) -> Float[Array, "*B D"]:

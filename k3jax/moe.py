@@ -8,7 +8,7 @@ expansion, on every device. The combine sums each token's experts in order of ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -204,31 +204,58 @@ def combine(
     return total
 
 
+class ExpertRows(NamedTuple):
+    """Outputs of the experts, unsummed. Rows that no place names hold anything, NaN included."""
+
+    rows: Float[Array, "R L"]
+    place: Int[Array, "T k"]  # -1: this expert is not here, or the token is padding
+
+
+def finish_rows(
+    outputs: ExpertRows, routing: Routing, norm: tuple[Array, int] | None, eps: float
+) -> Float[Array, "T L"]:
+    """Sum each token's rows with its weights, wide, in order of rank; with `norm` (weights of all layers, and which)
+    the RMSNorm of the sum, in the rows' dtype.
+    """
+    num_rows = outputs.rows.shape[0]
+    place = jnp.where(outputs.place < 0, num_rows, outputs.place)
+    total = combine(outputs.rows, routing, place.reshape(-1), jnp.int32(num_rows))
+    return total if norm is None else rms_norm(total.astype(outputs.rows.dtype), norm[0][norm[1]], eps)
+
+
 def mask_padding(routing: Routing, live: Bool[Array, "T"]) -> Routing:
     """Send padded tokens to no expert."""
     return Routing(jnp.where(live[:, None], routing.experts, -1), routing.weights)
 
 
+class Stacks(NamedTuple):
+    """The MoE parameters of all layers, and one layer's place in them, for kernels that index stacks themselves."""
+
+    params: Mapping
+    layer: int
+
+
 def feed_forward(
-    params: dict,
+    params: Mapping,
     x: Float[Array, "T D"],
     config: K3Config,
     parallel: Parallel,
     live: Bool[Array, "T"] | None,
-    run_experts,
-    experts: Experts | None = None,
+    run_experts: Callable,
+    finish: Callable = finish_rows,
+    stacks: Stacks | None = None,
 ) -> Float[Array, "T D"]:
-    """The whole block on flat tokens. `run_experts(z, routing, experts, config, first_expert)` is the expert op.
+    """The whole block on flat tokens; `params` are one layer's.
 
-    `experts` are by default those of `params`, which are one layer's.
-
-    Partial sums over ranks are reduced before the norm, as the maths demands: with replicated latent projections in one
-    collective together with the shared expert, with sharded ones in three.
+    `run_experts(z, routing, experts, config, first_expert)` is the expert op. It gives this rank's sums, or
+    `ExpertRows`: then `finish`, of `finish_rows`'s signature, sums them, together with the norm where no other rank
+    holds a part. Partial sums over ranks are reduced before the norm, as the maths demands: with replicated latent
+    projections in one collective together with the shared expert, with sharded ones in three.
     """
     routing = route(x, params["router"], params["router_bias"], config)
     if live is not None:
         routing = mask_padding(routing, live)
-    experts = Experts.of(params) if experts is None else experts
+    experts = Experts.of(params) if stacks is None else Experts.of(*stacks)
     first = parallel.index() * experts.num_local if experts.num_local != config.num_experts else 0
     z = linear(x, params["latent_down"])
     if parallel.shard_latents:
@@ -237,11 +264,14 @@ def feed_forward(
     shared = jnp.zeros_like(x)
     if config.num_shared_experts:
         shared = situ_mlp(x, params["shared_gate_up"], params["shared_down"], config.situ_beta, config.situ_linear_beta)
+    eps = config.rms_norm_eps
+    if isinstance(y, ExpertRows):
+        if parallel.degree == 1:
+            norm = (params["latent_norm"][None], 0) if stacks is None else (stacks.params["latent_norm"], stacks.layer)
+            return linear(finish(y, routing, norm, eps), params["latent_up"]) + shared
+        y = finish(y, routing, None, eps)
     if not parallel.shard_latents:
         y, shared = parallel.psum((y, shared))
-        return (
-            linear(rms_norm(y.astype(x.dtype), params["latent_norm"], config.rms_norm_eps), params["latent_up"])
-            + shared
-        )
-    normed = rms_norm(parallel.psum(y).astype(x.dtype), params["latent_norm"], config.rms_norm_eps)
+        return linear(rms_norm(y.astype(x.dtype), params["latent_norm"], eps), params["latent_up"]) + shared
+    normed = rms_norm(parallel.psum(y).astype(x.dtype), params["latent_norm"], eps)
     return parallel.psum(linear(parallel.own_slice(normed), params["latent_up"]) + shared)

@@ -101,7 +101,14 @@ def _between_mixers(
         before_ffn = ops.depth_mix(layer, bank, x, update, model.ffn_depth_weights(params), eps)
         x = before_ffn.x
         update = model.feed_forward_of_normed(
-            params, config, layer, before_ffn.normed, run_experts=ops.routed_experts, parallel=parallel, live=live
+            params,
+            config,
+            layer,
+            before_ffn.normed,
+            run_experts=ops.routed_experts,
+            finish_rows=ops.finish_rows,
+            parallel=parallel,
+            live=live,
         )
         if layer + 1 == config.num_hidden_layers:
             x = x + update

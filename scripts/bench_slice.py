@@ -43,7 +43,9 @@ def main() -> int:
     config = slice_config(args.layers)
     dtype = jnp.dtype(args.dtype)
     tree = params.abstract(config)
-    situation = dispatch.Situation(platform=jax.default_backend(), config=config, dtype=dtype)
+    situation = dispatch.Situation(
+        platform=jax.default_backend(), config=config, dtype=dtype, moe_finalize=args.moe_finalize
+    )
     ops, kernels = dispatch.choose(situation, args.kernels)
     is_repacked = dispatch.wants_repacked_experts(ops)
     if args.experts == "stub":
@@ -98,6 +100,7 @@ def parse() -> argparse.Namespace:
         "--experts", choices=("real", "stub"), default="real", help="run the routed experts or skip them"
     )
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto")
+    parser.add_argument("--moe-finalize", choices=("deferred", "separate"), default="deferred")
     parser.add_argument("--mixed-batch", choices=("zero-copy", "gather"), default="zero-copy")
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--checkpoint", choices=("internal", "split", "off"), default="internal")

@@ -20,6 +20,7 @@ CHECKPOINTS = ("internal", "split", "off")
 MIXED_BATCHES = ("zero-copy", "gather")
 OFFLOADS = ("host", "none")
 KERNELS = ("auto", "xla", "pallas")
+MOE_FINALIZES = ("deferred", "separate")
 ROLLBACKS = ("replay", "snapshot")
 REJECTION_RULES = ("standard", "block")
 NO_DRAFT = "none"
@@ -36,6 +37,7 @@ DEVICE_SETTINGS = (
     "checkpoint_share",
     "draft",
     "kernels",
+    "moe_finalize",
 )
 DRAFT_SETTINGS = ("draft_tokens", "state_rollback", "rejection_sampling", "adaptive_verification")
 
@@ -142,6 +144,13 @@ class ServeConfig:
         "`pallas` takes every GPU kernel that covers model and device, `xla` none, `auto` those compared inside "
         "the step (none yet)",
         choices=KERNELS,
+    )
+    moe_finalize: str | None = setting(
+        None,
+        "scheduling",
+        "where expert kernels run: sum their rows in the pass of the latent norm (`deferred`) or in one of its own "
+        "(`separate`, to compare); unset: deferred",
+        choices=MOE_FINALIZES,
     )
     overlap: bool = setting(True, "scheduling", "plan and dispatch a step before the one before it is read")
     prefix_cache: bool = setting(True, "prefix cache", "reuse MLA pages and KDA states of prompts seen before")
@@ -283,6 +292,8 @@ class ServeConfig:
                 f"--memory-fraction={self.memory_fraction} has no effect beside --num-pages={self.num_pages}, "
                 "which fixes the pool. Give one of them."
             )
+        if self.kernels == "xla":
+            self._refuse_beside("moe_finalize", "--kernels=xla", "which leaves no expert rows to sum")
         self._check_prefix_cache()
         self._check_drafts()
         if self.load_format == "fake":

@@ -158,6 +158,7 @@ def _choose_ops(
         rollback=drafting.rollback if drafting else "replay",
         expert_width=model_config.moe_intermediate_size // (1 if parallel.whole_experts else parallel.degree),
         has_mxfp4_experts="w13_packed" in tree["moe"],
+        moe_finalize=cast(dispatch.MoeFinalize, config.moe_finalize or "deferred"),
     )
     return dispatch.choose(situation, cast(dispatch.Kernels, config.kernels))
 

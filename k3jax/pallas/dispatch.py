@@ -12,15 +12,17 @@ from typing import Any, Literal
 from k3jax import attn_res, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
-from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_verify
+from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_verify, moe_tail
 
 Kernels = Literal["auto", "xla", "pallas"]
+MoeFinalize = Literal["deferred", "separate"]
 KERNELS: dict[str, Callable] = {
     "kda_decode": kda_ops.decode,
     "kda_verify": kda_ops.verify,
     "kda_commit": kda_ops.commit,
     "depth_mix": attn_res_kernel.mix_and_norm,
-    "routed_experts": expert_ops.routed_experts,
+    "routed_experts": expert_ops.routed_expert_rows,
+    "finish_rows": moe_tail.finish_rows,
 }
 _KERNEL_REASONS = {
     "pallas": "asked for, and it covers model and device",
@@ -42,6 +44,7 @@ class Ops:
     mla_verify: Callable = mla_verify.verify
     depth_mix: Callable = attn_res.mix_and_norm
     routed_experts: Callable = moe.routed_experts
+    finish_rows: Callable = moe.finish_rows  # of expert ops that leave their rows unsummed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,11 +75,12 @@ class Situation:
     rollback: str = "replay"
     expert_width: int | None = None  # of one rank; None: all of it
     has_mxfp4_experts: bool = True
+    moe_finalize: MoeFinalize = "deferred"  # where kernels leave expert rows unsummed
 
 
 def wants_repacked_experts(ops: Ops) -> bool:
     """Whether the step takes its experts as `expert_load.repack` leaves them."""
-    return ops.routed_experts is KERNELS["routed_experts"]
+    return ops.routed_experts in (expert_ops.routed_expert_rows, expert_ops.routed_experts)
 
 
 def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[Choice, ...]]:
@@ -102,7 +106,11 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
             running.add(op)
     if kernels == "pallas" and not running:
         raise ValueError(f"no kernel can run here: {reasons['kda_decode']}. Use --kernels auto.")
-    unused = () if situation.drafts else ("kda_verify", "kda_commit", "mla_verify")
+    if "routed_experts" in running and situation.moe_finalize == "separate":
+        taken["routed_experts"] = expert_ops.routed_experts
+    leaves_rows = taken.get("routed_experts") is expert_ops.routed_expert_rows
+    unused = {"kda_verify", "kda_commit", "mla_verify"} if situation.drafts is None else set()
+    unused |= set() if leaves_rows else {"finish_rows"}
     choices = [
         Choice(
             op=field.name,
@@ -123,9 +131,14 @@ def _refusal(op: str, situation: Situation) -> str | None:
     if op == "depth_mix":
         num_snapshots = sum(config.is_snapshot(layer) for layer in range(config.num_hidden_layers))
         return attn_res_kernel.supported(config.hidden_size, num_snapshots, *device)
-    if op == "routed_experts":
+    if op in ("routed_experts", "finish_rows"):
         width = situation.expert_width or config.moe_intermediate_size
-        return expert_ops.supported(config, *device, width, situation.has_mxfp4_experts)
+        refusal = expert_ops.supported(config, *device, width, situation.has_mxfp4_experts)
+        if op == "routed_experts" or refusal is not None:
+            return refusal
+        if situation.moe_finalize == "separate":
+            return "summing apart from the norm was asked for"
+        return moe_tail.supported(config.routed_expert_hidden_size, *device)
     if situation.drafts is None:
         return "nothing is drafted"
     if situation.rollback != "replay":

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from k3jax import moe, mxfp4
@@ -19,13 +20,6 @@ from k3jax.config import K3Config
 from k3jax.pallas import expert_gemm, expert_plan, expert_repack
 from k3jax.pallas.expert_repack import BLOCK, ROWS
 from k3jax.pallas.expert_tiles import GemmShape, GemmTiles, tile_rows, tiles_for
-
-
-class ExpertRows(NamedTuple):
-    """Outputs of the experts, unsummed. Rows that no place names hold anything, NaN included."""
-
-    rows: Float[Array, "R L"]
-    place: Int[Array, "T k"]  # -1: this expert is not here, or the token is padding
 
 
 class ExpertTiles(NamedTuple):
@@ -64,7 +58,7 @@ def routed_expert_rows(
     layer: int | Int[Array, ""] | None = None,
     tiles: ExpertTiles | None = None,
     interpret=None,
-) -> ExpertRows:
+) -> moe.ExpertRows:
     """Outputs of every chosen expert that is here. float32 accumulation; SiTU in float32, rounded to bfloat16.
 
     `experts` are repacked, of one layer or, with `layer` (theirs or the argument), of all layers stacked: then the
@@ -91,7 +85,7 @@ def routed_expert_rows(
     for shape, tile, weights, scales in zip(shapes, tiles, (w13, w2), (w13_scale, w2_scale), strict=True):
         flat = weights.reshape(-1, *weights.shape[-2:]), scales.reshape(-1, ROWS)
         value = expert_gemm.build(shape, tile, interpret)(value, *flat, *visited)
-    return ExpertRows(value, plan.place)
+    return moe.ExpertRows(value, plan.place)
 
 
 def routed_experts(
@@ -105,18 +99,14 @@ def routed_experts(
     tiles: ExpertTiles | None = None,
     interpret=None,
 ) -> Float[Array, "T L"]:
-    """`moe.routed_experts` on the kernels and on repacked weights: the same sum, wide, in order of rank."""
+    """`moe.routed_experts` on the kernels and on repacked weights: the same sum, wide, in order of rank.
+
+    A pass of its own that writes [T, L], which `routed_expert_rows` spares.
+    """
     outputs = routed_expert_rows(
         z, routing, experts, config, first_expert, layer=layer, tiles=tiles, interpret=interpret
     )
-    return combine(outputs, routing)
-
-
-def combine(outputs: ExpertRows, routing: moe.Routing) -> Float[Array, "T L"]:
-    """Sum each token's expert rows with its weights, in order of rank, wide."""
-    num_rows = outputs.rows.shape[0]
-    place = jnp.where(outputs.place < 0, num_rows, outputs.place)
-    return moe.combine(outputs.rows, routing, place.reshape(-1), jnp.int32(num_rows))
+    return lax.optimization_barrier(moe.finish_rows(outputs, routing, None, config.rms_norm_eps))
 
 
 def routed_experts_reference(

@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from k3jax import moe
-from k3jax.layers import rms_norm
 from k3jax.pallas import lines
 
 
@@ -37,21 +36,6 @@ class TailTiles:
         lines.check(self.warpgroups, self.vector)
         if self.in_flight < 1:
             raise ValueError(f"in_flight={self.in_flight} must be at least 1")
-
-
-def tail_reference(
-    layer: int,
-    rows: Float[Array, "R L"],
-    place: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    norm: Float[Array, "layers L"] | None,
-    eps: float,
-) -> Float[Array, "T L"]:
-    """The model's own functions, for any float dtype."""
-    routing = moe.Routing(place, jnp.where(place >= 0, weights, 0))
-    live = jnp.where((place >= 0).any(), rows, jnp.zeros_like(rows))
-    total = moe.combine(live, routing, jnp.maximum(place, 0).reshape(-1))
-    return total if norm is None else rms_norm(total.astype(rows.dtype), norm[layer], eps)
 
 
 @functools.cache
@@ -143,6 +127,15 @@ def tail_pallas(
     kernel = tail_kernel((tokens, chosen, num_rows, width), rows.dtype, norm is not None, tiles, eps, interpret)
     stacked = () if norm is None else (layer, norm.reshape(-1, *view))
     return kernel(*stacked, place, weights, rows.reshape(num_rows, *view)).reshape(tokens, width)
+
+
+def finish_rows(
+    outputs: moe.ExpertRows, routing: moe.Routing, norm: tuple[Array, int] | None, eps: float
+) -> Float[Array, "T L"]:
+    """`moe.finish_rows` on the kernel."""
+    stack, layer = (None, 0) if norm is None else norm
+    index = jnp.full(1, layer, jnp.int32)
+    return tail_pallas(index, outputs.rows, outputs.place, routing.weights, stack, eps)
 
 
 def supported(width: int, dtype, platform: str, compute_capability: float) -> str | None:

@@ -62,7 +62,7 @@ def run(inputs: ExpertInputs, tiles: ExpertTiles | None) -> tuple[tuple[np.ndarr
         outputs = expert_ops.routed_expert_rows(
             z, routing, experts, config, case.first_expert, layer=layer, tiles=tiles
         )
-        return outputs, expert_ops.combine(outputs, routing)
+        return outputs, moe.finish_rows(outputs, routing, None, 0.0)
 
     outputs, sums = step(jnp.asarray(inputs.z), routing, repacked, jnp.int32(inputs.layer))
     return (np.asarray(outputs.rows), np.asarray(outputs.place)), np.asarray(sums)

@@ -52,6 +52,7 @@ OTHER_VALUES: dict[str, Any] = {
     "rejection_sampling": "block",
     "adaptive_verification": False,
     "kernels": "xla",
+    "moe_finalize": "separate",
 }
 
 
@@ -95,6 +96,7 @@ def test_a_flag_beats_its_variable():
         (["--no-prefix-cache", "--host-cache-gb", "2"], "--host-cache-gb=2.0 has no effect beside --no-prefix-cache"),
         (["--no-prefix-cache", "--checkpoint", "split"], "--checkpoint=split has no effect beside --no-prefix-cache"),
         (["--checkpoint", "off", "--checkpoint-stride", "128"], "has no effect beside --checkpoint=off"),
+        (["--kernels", "xla", "--moe-finalize", "deferred"], "=deferred has no effect beside --kernels=xla"),
         (["--num-slots", "9", "--checkpoint-share", "0.1"], "has no effect beside --num-slots=9"),
         (["--offload", "none", "--host-cache-gb", "2"], "has no effect beside --offload=none"),
         (["--draft", ""], "--draft is empty"),

@@ -58,7 +58,7 @@ def assert_passes(name: str, tiles: ExpertTiles, capsys) -> None:
     inputs = draw(BY_NAME[name], rng())
     operands, layer = arguments(inputs)
     outputs = expert_ops.routed_expert_rows(*operands, layer=layer, tiles=tiles, interpret=interpreter())
-    sums = expert_ops.combine(outputs, operands[1])
+    sums = moe.finish_rows(outputs, operands[1], None, 0.0)
     rows, place = np.asarray(outputs.rows), np.asarray(outputs.place)
     verdict = judge(inputs, rows, place, np.asarray(sums), beta=BETAS[0], linear_beta=BETAS[1])
     assert verdict.passed, verdict

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax import moe
 from k3jax.pallas import moe_tail, moe_tail_cases
 from k3jax.pallas.attn_res_cases import EPS
 from k3jax.pallas.moe_tail import TailTiles
@@ -26,9 +27,9 @@ def test_the_kernel_equals_the_oracle_without_races(case, capsys):
 @pytest.mark.parametrize("case", moe_tail_cases.CASES, ids=lambda case: case.name)
 def test_the_models_functions_equal_the_oracle(case):
     inputs = moe_tail_cases.draw(case, rng())
-    norm = None if inputs.norm is None else jnp.asarray(inputs.norm)
-    arrays = (jnp.nan_to_num(jnp.asarray(inputs.rows)), jnp.asarray(inputs.place), jnp.asarray(inputs.weights))
-    got = moe_tail.tail_reference(int(inputs.layer[0]), *arrays, norm, EPS)
+    norm = None if inputs.norm is None else (jnp.asarray(inputs.norm), int(inputs.layer[0]))
+    outputs = moe.ExpertRows(jnp.asarray(inputs.rows), jnp.asarray(inputs.place))
+    got = moe.finish_rows(outputs, moe.Routing(outputs.place, jnp.asarray(inputs.weights)), norm, EPS)
     verdict = moe_tail_cases.judge(inputs, got)
     assert verdict.passed, verdict
 

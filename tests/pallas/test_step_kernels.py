@@ -10,12 +10,12 @@ from k3jax import params, programs
 from k3jax.cache import CacheShape
 from k3jax.draft_params import abstract_draft
 from k3jax.draft_state import Drafting
-from k3jax.pallas import dispatch, expert_load
+from k3jax.pallas import dispatch, expert_load, expert_ops
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from tests.k3jax.draft_models import draft_config
 from tests.k3jax.golden_data import mini_config
 
-CONFIG = mini_config(kda_head_dim=128, hidden_size=256, routed_expert_hidden_size=128, moe_intermediate_size=128)
+CONFIG = mini_config(kda_head_dim=128, hidden_size=256, routed_expert_hidden_size=512, moe_intermediate_size=128)
 HOPPER = dispatch.Situation(
     platform="gpu", config=CONFIG, dtype=jnp.dtype(jnp.bfloat16), compute_capability=9.0, drafts=4
 )
@@ -37,8 +37,8 @@ def test_kernels_that_were_asked_for_run_and_say_so():
         ({"drafts": None}, {"kda_verify", "kda_commit"}, "nothing is drafted"),
         ({"rollback": "snapshot"}, {"kda_verify", "kda_commit"}, "snapshots"),
         ({"drafts": 16}, {"kda_verify", "kda_commit"}, "17 tokens"),
-        ({"expert_width": 64}, {"routed_experts"}, "64, is no multiple"),
-        ({"has_mxfp4_experts": False}, {"routed_experts"}, "not in MXFP4"),
+        ({"expert_width": 64}, {"routed_experts", "finish_rows"}, "64, is no multiple"),
+        ({"has_mxfp4_experts": False}, {"routed_experts", "finish_rows"}, "not in MXFP4"),
     ],
 )
 def test_an_op_without_a_kernel_runs_its_reference_and_says_why(changes, refused, reason):
@@ -77,6 +77,12 @@ def test_where_no_kernel_could_run_the_reason_is_that_and_no_advice_to_ask_for_i
     assert all("need a GPU" in choice.reason for choice in choices if choice.op in dispatch.KERNELS)
 
 
+def test_summing_apart_from_the_norm_can_be_asked_for():
+    ops, choices = dispatch.choose(dataclasses.replace(HOPPER, moe_finalize="separate"), "pallas")
+    assert ops.routed_experts is expert_ops.routed_experts and dispatch.wants_repacked_experts(ops)
+    assert "finish_rows" not in {choice.op for choice in choices}
+
+
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
     draft = draft_config(
@@ -106,5 +112,5 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
         text = program.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         in_mixers = len(CONFIG.kda_layers) + (1 if drafts else 0)
         between = 2 * CONFIG.num_hidden_layers - 1  # in front of every feed-forward, and of every mixer but the first
-        in_experts = 2 * CONFIG.num_moe_layers
+        in_experts = 3 * CONFIG.num_moe_layers
         assert text.count("custom_call @mosaic_gpu") == in_mixers + between + in_experts
