@@ -16,7 +16,6 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
