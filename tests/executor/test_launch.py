@@ -182,7 +182,7 @@ def test_a_checkpoint_reaches_the_executor_as_it_is_stored(monkeypatch, folder):
     weights, expected = dict(params.flatten(executor.weights)), dict(params.flatten(random_params(CONFIG)))
     for path in (("embed",), ("moe", "w13_packed"), ("kda", "a_log")):
         np.testing.assert_array_equal(weights[path], expected[path])
-    assert [choice.backend for choice in executor.kernels] == ["xla"] * 5
+    assert {choice.backend for choice in executor.kernels} == {"xla"}
 
 
 def test_a_missing_shard_is_one_line_and_exit_2(tmp_path, caplog):
