@@ -14,7 +14,17 @@ import subprocess
 import sys
 
 BENCHES = pathlib.Path(__file__).resolve().parent / "bench"
-OPS = ("attn-res", "experts", "experts-triton", "kda-decode", "kda-prefill", "moe-tail", "router", "short-conv")
+OPS = (
+    "attn-res",
+    "experts",
+    "experts-triton",
+    "kda-decode",
+    "kda-prefill",
+    "kda-verify",
+    "moe-tail",
+    "router",
+    "short-conv",
+)
 SHAPE = ("op", "heads", "batch", "seq", "tokens", "experts", "inter")  # what a line of ours must share with a peer's
 
 

@@ -1,4 +1,4 @@
-"""Time KDA decode, verify and commit at K3's shapes on a GPU: one JSON line per batch and tiling.
+"""Time KDA decode and commit at K3's shapes on a GPU: one JSON line per batch and tiling.
 
 Cold: the calls of a graph rotate over layers of a pool larger than the L2 cache. `--sweep` times every tiling,
 otherwise the one the kernel would choose. `launch_us` is the same graph with every row dead: what a launch costs before
@@ -23,16 +23,14 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax import presets  # noqa: E402
-from k3jax.pallas import kda_commit, kda_decode, kda_verify  # noqa: E402
+from k3jax.pallas import kda_commit, kda_decode  # noqa: E402
 from k3jax.pallas.kda_commit import CommitTiles  # noqa: E402
 from k3jax.pallas.kda_decode import DecodeTiles, StackedParams, Token  # noqa: E402
-from k3jax.pallas.kda_verify import VerifyTiles  # noqa: E402
 from k3jax.replay import Committed, Records  # noqa: E402
 
 HEAD_DIM = 128
 COLD_BYTES = 150e6  # touched by one round of calls, against 60 MB of L2
 COPY_BYTES_PER_S = 4.10e12  # measured on an H200, read + write
-READ_BYTES_PER_S = 4.27e12
 DECODE_SWEEP = tuple(
     DecodeTiles(warpgroups=groups, lanes_per_row=lanes, rows_per_step=step, is_staged=staged)
     for groups, lanes, step, staged in (
@@ -51,9 +49,6 @@ DECODE_SWEEP = tuple(
 COMMIT_SWEEP = tuple(
     CommitTiles(lanes_per_row=lanes, rows_per_step=step) for lanes, step in ((16, 32), (8, 32), (16, 16))
 )
-VERIFY_SWEEP = tuple(
-    VerifyTiles(lanes_per_row=lanes, tokens_per_step=step) for lanes, step in ((8, 3), (8, 1), (16, 3))
-)
 
 
 def main() -> None:
@@ -61,21 +56,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64, 256])
     parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--verify-tokens", type=int, default=9, help="tokens a row verifies (default: 9)")
+    parser.add_argument("--record-tokens", type=int, default=9, help="tokens a row records for commit (default: 9)")
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     args = parser.parse_args()
     for batch in args.batch:
         for tiles in DECODE_SWEEP if args.sweep else (kda_decode.tiles_for(batch),):
             emit("kda_decode", batch, args.heads, tiles, measure_decode)
     for batch in args.batch:
-        for tiles in VERIFY_SWEEP if args.sweep else (kda_verify.DEFAULT_TILES,):
-            if batch <= 64:
-                measure = functools.partial(measure_verify, tokens=args.verify_tokens)
-                emit("kda_verify", batch, args.heads, tiles, measure)
-    for batch in args.batch:
         for tiles in COMMIT_SWEEP if args.sweep else (kda_commit.DEFAULT_TILES,):
             if batch <= 16:
-                measure = functools.partial(measure_commit, tokens=args.verify_tokens)
+                measure = functools.partial(measure_commit, tokens=args.record_tokens)
                 emit("kda_commit", batch, args.heads, tiles, measure)
 
 
@@ -141,41 +131,6 @@ def measure_decode(batch: int, heads: int, tiles: DecodeTiles) -> dict:
     }
     floor = moved / COPY_BYTES_PER_S * 1e6
     return {**times, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2)}
-
-
-def measure_verify(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> dict:
-    """The same for verify; the floor counts the state read once and the records written."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    width = heads * HEAD_DIM
-    moved = batch * (width * HEAD_DIM * 4 + tokens * width * (4 + 4 + 6 + 12) + 9 * width * 2)
-    num_layers = min(192, max(3, math.ceil(COLD_BYTES / moved)))
-    s = setup(batch, heads, tokens, num_layers)
-    cu_seqlens = torch.arange(0, batch * tokens + 1, tokens, device="cuda", dtype=torch.int32)
-    lead = (num_layers, batch, tokens)
-    records = Records(
-        torch.zeros(*lead, heads, HEAD_DIM, device="cuda"),
-        torch.zeros(*lead, 2, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16),
-        torch.zeros(*lead, 3, width, device="cuda", dtype=torch.bfloat16),
-    )
-    out = torch.zeros(batch * tokens, width, device="cuda", dtype=torch.bfloat16)
-
-    def kernel(*arguments):
-        outputs, written = kda_verify.kda_verify_pallas(*arguments, config=presets.k3(), tiles=tiles)
-        return outputs, *written
-
-    times = {
-        name: round(
-            graph_us(
-                kernel,
-                [(i, cu_seqlens, slots, s.token, s.params, s.state, s.tails, records, out) for i in s.indices],
-            ),
-            2,
-        )
-        for name, slots in (("us", s.live), ("launch_us", s.dead))
-    }
-    floor = moved / READ_BYTES_PER_S * 1e6
-    return {**times, "tokens": tokens, "floor_us": round(floor, 2), "tb_per_s": round(moved / times["us"] / 1e6, 2)}
 
 
 def measure_commit(batch: int, heads: int, tiles: CommitTiles, tokens: int) -> dict:

@@ -1,7 +1,7 @@
 """Lower the one-token KDA kernels and the short convolution for CUDA on a machine without a GPU.
 
 `python kda_lowering.py 10.3` lowers for compute capability 10.3 instead of 9.0: JAX reads it from the device, so the
-process has to start with another answer.
+process has to start with another answer. Verify takes part on Hopper only, where its products can run.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def lowered(run, donated: tuple[int, ...], *arguments) -> str:
 if __name__ == "__main__":
     major, minor = (int(x) for x in sys.argv[1].split("."))
     utils._infer_arch = lambda: (major, minor)
-    texts = [decode(kda_decode.tiles_for(1)), decode(kda_decode.tiles_for(64)), verify(), commit(), conv()]
+    texts = [decode(kda_decode.tiles_for(1)), decode(kda_decode.tiles_for(64)), commit(), conv()]
+    texts += [verify()] if major == 9 else []
     assert all("mosaic_gpu" in text for text in texts)
     print(f"lowered {len(texts)} programs for {sys.argv[1]}")

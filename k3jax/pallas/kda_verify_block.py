@@ -1,0 +1,338 @@
+"""The kernel of KDA verify: a block for each row and head. See `kda_verify` for the formulas.
+
+Four warpgroups each prepare one of q, k, v and the decays, one channel a thread. Then q's and k's compute the scores B
+and A, 16 tokens as a tile in registers against one column after the other, while v's and the decays' multiply half of
+the value rows each: the state goes from global memory straight to the registers that feed the tensor cores. Then v's
+solves for the pseudo values, a value row a thread, and in the end every warp finishes one token. What nobody waits for
+(most records, the gates of the outputs) is done by the warpgroups that wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from k3jax.pallas import kda_channels as channels
+from k3jax.pallas.kda_channels import HEAD_DIM, TAPS
+from k3jax.pallas.kda_verify_registers import rounded, sigmoid, split, store_transposed
+
+MAX_TOKENS = 16  # rows of a token tile, one for each warp of a block; also keeps e^{-G} finite
+_WARPGROUPS = 4
+_QUERY, _KEY, _VALUE, _DECAY = range(_WARPGROUPS)  # what a warpgroup prepares
+_HALF = HEAD_DIM // 2  # value rows of a product on tensor cores; also key channels of one
+_PADDED = HEAD_DIM + 4  # floats from token to token, so that a transposed store meets no bank twice
+_TOKEN_A_WARP = channels.state_layout(32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyTiles:
+    """How a block divides the scores A and B."""
+
+    lanes_per_row: int  # lanes that share a token: 8 or 16
+    tokens_per_step: int  # columns computed at a time
+
+    def __post_init__(self) -> None:
+        if self.lanes_per_row not in (8, 16):
+            raise ValueError(f"lanes_per_row={self.lanes_per_row} must be 8 or 16: {MAX_TOKENS} rows go to a warpgroup")
+        if not 1 <= self.tokens_per_step <= MAX_TOKENS:
+            raise ValueError(f"tokens_per_step={self.tokens_per_step} must lie in 1..{MAX_TOKENS}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scratch:
+    """Shared memory of a block. Rows behind a row's tokens hold anything: they only meet their like."""
+
+    parts: Any  # [3 (q|k|v), 16, 128] after the convolution
+    factors: Any  # [2 (e^G | e^-G / shift^2), 16, 128]
+    vectors: Any  # [64, 128] bf16: shift k e^G, shift q e^G, 16 rows each, then what rounding took from them
+    columns: Any  # [16, 128] k e^-G / shift
+    strengths: Any  # [16, 128] b in every channel
+    scores: Any  # [2 (B|A), 16 (j), 16 (t)], zero where j > t
+    from_state: Any  # [32, 132] products with the state: of 16 keys, of 16 queries
+    from_queries: Any  # [16, 128] the latter in rows that more than one at a time can be read of
+    gates: Any  # [16, 128] what normalised outputs are multiplied with
+    pseudo: Any  # [16, 128]
+    outputs: Any  # [16, 128] bf16
+    decayed: Any  # barriers, by what is complete when they open
+    built: Any
+    multiplied: Any
+    solved: Any
+
+
+def _scratch() -> dict:
+    def token_tiles(*lead: int, dtype=jnp.float32):
+        return plgpu.SMEM((*lead, MAX_TOKENS, HEAD_DIM), dtype)
+
+    transforms = (
+        plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
+    return {
+        "parts": token_tiles(3),
+        "factors": token_tiles(2),
+        "vectors": plgpu.SMEM((4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16, transforms=transforms),
+        "columns": token_tiles(),
+        "strengths": token_tiles(),
+        "scores": plgpu.SMEM((2, MAX_TOKENS, MAX_TOKENS), jnp.float32),
+        "from_state": plgpu.SMEM((2 * MAX_TOKENS, _PADDED), jnp.float32),
+        "from_queries": token_tiles(),
+        "gates": token_tiles(),
+        "pseudo": token_tiles(),
+        "outputs": token_tiles(dtype=jnp.bfloat16),
+        "decayed": plgpu.Barrier(),
+        "built": plgpu.Barrier(num_arrivals=2),
+        "multiplied": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        "solved": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+    }
+
+
+@functools.cache
+def verify_kernel(
+    rows: int, heads: int, tokens: int, dtype, tiles: VerifyTiles, eps: float, lower_bound: float, interpret=None
+):
+    """Build the kernel for `rows` rows of at most `tokens` tokens.
+
+    Takes (indices [2], cu_seqlens, slots, *Token, *StackedParams, states, tails, *record refs, output ref).
+    """
+    assert 1 <= tokens <= MAX_TOKENS
+    layout = channels.state_layout(tiles.lanes_per_row)
+    to_base_2 = lower_bound * math.log2(math.e)
+    shift = 2.0 ** round(-to_base_2 * tokens / 2)  # exact, and moves e^G and e^-G to the same range around 1
+
+    def body(
+        indices, cu_seqlens, slots, packed, decay, beta, taps, a_log, dt_bias, out_norm, states, tails,
+        pseudos, key_gates, convs, out, **scratch,
+    ):  # fmt: skip
+        memory = _Scratch(**scratch)
+        row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
+        slot, layer, stacked = slots[row], indices[0], indices[1]
+        start = cu_seqlens[row]
+        count = jnp.minimum(cu_seqlens[row + 1] - start, tokens)
+        lanes = pl.ds(head * HEAD_DIM, HEAD_DIM)
+
+        def token_at(index):  # clamped: rows behind the last token repeat it and are not stored
+            return jnp.maximum(start + jnp.minimum(index, count - 1), 0)  # at least 0, for cheaper addresses
+
+        def of_tokens(rows):  # sliced first in what all tokens share: one addition less for each
+            return [channels.raw(rows.at[token_at(t)]) for t in range(tokens)]
+
+        def arrive(barrier):
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barrier)
+
+        def when_live(t: int, store):
+            pl.when(t < count)(store)
+
+        def tile(ref):
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def by_row(vector, num_rows: int = MAX_TOKENS):
+            return lax.broadcast_in_dim(vector, (num_rows, HEAD_DIM), (0,))
+
+        def by_column(vector, num_rows: int = MAX_TOKENS):
+            return lax.broadcast_in_dim(vector, (num_rows, HEAD_DIM), (1,))
+
+        def convolve():  # q, k or v, by the warpgroup; gives the new raw rows and the results
+            window = [channels.raw(tails.at[layer, slot, j, warpgroup, lanes]) for j in range(TAPS - 1)]
+            window += of_tokens(packed.at[:, warpgroup, lanes])
+            weights = [channels.load(taps.at[stacked, warpgroup, lanes, j]) for j in range(TAPS)]
+            wide, parts = [x.astype(jnp.float32) for x in window], []
+            for t in range(tokens):
+                total = plgpu.layout_cast(wide[t] * weights[0], channels.CHANNELS)
+                for x, tap in zip(wide[t + 1 : t + TAPS], weights[1:], strict=True):
+                    total += x * tap
+                part, memory.parts[warpgroup, t] = rounded(total * sigmoid(total))
+                parts.append(part)
+            return window[TAPS - 1 :], parts
+
+        def record_raws(raws):
+            for t, raw in enumerate(raws):
+
+                @functools.partial(when_live, t)
+                def record(t=t, raw=raw):
+                    convs[layer, row, t, warpgroup, lanes] = raw
+
+        def record_key_gates(index: int, values):
+            for t, value in enumerate(values):
+
+                @functools.partial(when_live, t)
+                def record(t=t, value=value):
+                    key_gates[layer, row, t, index, head] = value
+
+        def accumulate_decays():
+            raws, strengths = of_tokens(decay.at[:, lanes]), of_tokens(beta.at[:, head])
+            bias, rate = channels.load(dt_bias.at[stacked, lanes]), jnp.exp(a_log[stacked, head])
+            total = None
+            for t, raw in enumerate(raws):
+                log_decay = to_base_2 * sigmoid(rate * (raw.astype(jnp.float32) + bias))
+                total = plgpu.layout_cast(log_decay, channels.CHANNELS) if total is None else total + log_decay
+                memory.factors[0, t] = jnp.exp2(total)
+                memory.factors[1, t] = jnp.exp2(-total) * shift**-2
+            arrive(memory.decayed)
+            for t, strength in enumerate(strengths):
+                wide = plgpu.layout_cast(channels.everywhere(strength.astype(jnp.float32)), channels.CHANNELS)
+                memory.strengths[t] = sigmoid(wide)
+            record_key_gates(1, raws)
+
+        def build_vectors():  # of keys or queries, by the warpgroup
+            x = tile(memory.parts.at[warpgroup])
+            norm = lax.rsqrt(jnp.sum(x * x, axis=1) + channels.L2_EPS)
+            x *= by_row(norm * jnp.where(warpgroup == _QUERY, shift * HEAD_DIM**-0.5, shift))
+            plgpu.barrier_wait(memory.decayed)
+            from_start = x * tile(memory.factors.at[0])
+            pieces = split(from_start)
+
+            def store(first: int):
+                for piece, value in enumerate(pieces):
+                    memory.vectors[pl.ds(2 * piece * MAX_TOKENS + first, MAX_TOKENS)] = value
+
+            pl.when(warpgroup == _QUERY)(functools.partial(store, MAX_TOKENS))
+
+            @pl.when(warpgroup == _KEY)
+            def keys():
+                store(0)
+                memory.columns[...] = x * tile(memory.factors.at[1])
+
+            return from_start
+
+        def score(vectors):
+            width = 4 * tiles.lanes_per_row  # channels that one register of every lane covers: sums without a tree
+            pieces = {first: vectors[:, first : first + width] for first in range(0, HEAD_DIM, width)}
+            token = plgpu.broadcasted_iota(jnp.int32, (MAX_TOKENS,), 0, layout=layout.reduce(1))
+
+            def column(j, first: int):
+                ref = memory.columns.at[j, pl.ds(first, width)]
+                channel = plgpu.load(ref, layout=layout.reduce(0), optimized=False)
+                return lax.broadcast_in_dim(channel, (MAX_TOKENS, width), (1,))
+
+            def columns(step, carry):
+                for offset in range(tiles.tokens_per_step):
+                    j = jnp.minimum(step * tiles.tokens_per_step + offset, MAX_TOKENS - 1)
+                    total, *others = (piece * column(j, first) for first, piece in pieces.items())
+                    for product in others:
+                        total += product
+                    memory.scores[warpgroup, j] = jnp.where(token >= j, jnp.sum(total, axis=1), 0.0)
+                return carry
+
+            lax.fori_loop(0, -(-tokens // tiles.tokens_per_step), columns, None)
+
+        def multiply_state(pieces):
+            def run(total):
+                for half, (large, small) in enumerate(pieces):
+                    columns = pl.ds(half * _HALF, _HALF)
+                    right = [memory.vectors.at[pl.ds(i * 2 * MAX_TOKENS, 2 * MAX_TOKENS), columns].T for i in range(2)]
+                    plgpu.wgmma(total, large, right[0])
+                    plgpu.wgmma(total, large, right[1])
+                    plgpu.wgmma(total, small, right[0])
+                # The left operands' registers must last until the products are waited for.
+                return lax.optimization_barrier((total[...], *pieces))[0]
+
+            return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_HALF, 2 * MAX_TOKENS), jnp.float32))
+
+        def product_of(vector: int):
+            return channels.load(memory.from_state.at[vector, pl.ds(0, HEAD_DIM)]) * (1 / shift)
+
+        def move_queries():
+            for t in range(tokens):
+                memory.from_queries[t] = plgpu.layout_cast(product_of(MAX_TOKENS + t), channels.CHANNELS)
+
+        def solve():
+            strengths = [channels.load(memory.strengths.at[t]) for t in range(tokens)]
+            wanted = [
+                plgpu.layout_cast(channels.load(memory.parts.at[_VALUE, t]), channels.CHANNELS) - product_of(t)
+                for t in range(tokens)
+            ]
+            weights = [[memory.scores[_KEY, j, t] for t in range(j + 1, tokens)] for j in range(tokens)]
+            for j, strength in enumerate(strengths):
+                pseudo = wanted[j] * strength
+                memory.pseudo[j] = pseudo
+                for t, weight in zip(range(j + 1, tokens), weights[j], strict=True):
+                    wanted[t] -= weight * pseudo
+
+                @functools.partial(when_live, j)
+                def record(j=j, pseudo=pseudo):
+                    pseudos[layer, row, j, head] = pseudo
+
+        def finish():  # four tokens, one a warp
+            own = pl.ds(warpgroup * 4, 4)
+            mixed = plgpu.load(memory.from_queries.at[own], layout=_TOKEN_A_WARP, optimized=False)
+            for j in range(tokens):
+                weight = plgpu.load(memory.scores.at[_QUERY, j, own], layout=_TOKEN_A_WARP.reduce(1), optimized=False)
+                pseudo = plgpu.load(memory.pseudo.at[j], layout=_TOKEN_A_WARP.reduce(0), optimized=False)
+                mixed += by_row(weight, 4) * by_column(pseudo, 4)
+            inverse = lax.rsqrt(jnp.sum(mixed * mixed, axis=1) * (1 / HEAD_DIM) + eps)
+            gates = plgpu.load(memory.gates.at[own], layout=_TOKEN_A_WARP, optimized=False)
+            memory.outputs[own] = (mixed * by_row(inverse, 4) * gates).astype(dtype)
+            plgpu.commit_smem()
+            for turn in range(4):
+                t = warpgroup * 4 + turn
+
+                @pl.when(t < count)
+                def store(t=t):
+                    out[start + t, lanes] = channels.raw(memory.outputs.at[t])
+
+        @pl.when((slot > 0) & (count > 0) & (layer >= 0))
+        def live():
+            @pl.when(warpgroup < _VALUE)
+            def scores_of_queries_and_keys():
+                own = range(0, tokens, 2)  # gates of every other token
+                gates = [channels.raw(packed.at[:, 3, lanes].at[token_at(t + warpgroup)]) for t in own]
+                scale = plgpu.layout_cast(channels.load(out_norm.at[stacked]), channels.CHANNELS)
+                raws, parts = convolve()
+                plgpu.commit_smem()
+                vectors = build_vectors()
+                arrive(memory.built)
+                plgpu.barrier_wait(memory.built)
+                score(vectors)
+                arrive(memory.multiplied)
+                # The rest fills the wait for the pseudo values.
+                for t, gate in zip(own, gates, strict=True):
+                    memory.gates[t + warpgroup] = scale * sigmoid(gate.astype(jnp.float32))
+                arrive(memory.solved)
+                record_raws(raws)
+                pl.when(warpgroup == _KEY)(functools.partial(record_key_gates, 0, parts))
+
+            @pl.when(warpgroup >= _VALUE)
+            def products_with_the_state():
+                own = pl.ds((warpgroup - _VALUE) * _HALF, _HALF)
+                halves = [states.at[layer, slot, head, own, pl.ds(half * _HALF, _HALF)] for half in range(2)]
+                state = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
+                pl.when(warpgroup == _VALUE)(lambda: record_raws(convolve()[0]))
+                pl.when(warpgroup == _DECAY)(accumulate_decays)
+                pieces = lax.optimization_barrier([split(half) for half in state])  # before the wait, not after it
+                plgpu.barrier_wait(memory.built)
+                store_transposed(memory.from_state.at[:, own], multiply_state(pieces), interpret is not None)
+                arrive(memory.multiplied)
+                plgpu.barrier_wait(memory.multiplied)
+                pl.when(warpgroup == _VALUE)(solve)
+                pl.when(warpgroup == _DECAY)(move_queries)
+                arrive(memory.solved)
+
+            plgpu.barrier_wait(memory.solved)
+            pl.when(warpgroup * 4 < count)(finish)
+
+        @pl.when((slot <= 0) & (warpgroup == 0))
+        def dead():
+            for t in range(tokens):
+
+                @pl.when(t < count)
+                def clear_token(t=t):
+                    out[start + t, lanes] = plgpu.layout_cast(jnp.zeros((HEAD_DIM,), dtype), channels.CHANNELS)
+
+    return plgpu.kernel(
+        body,
+        grid=(rows, heads),
+        grid_names=("row", "head"),
+        num_threads=_WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types=_scratch(),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )

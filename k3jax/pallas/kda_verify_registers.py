@@ -1,0 +1,45 @@
+"""Pieces of the KDA verify kernel that are written for the instructions they become."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two bfloat16 whose sum is x to 17 bits."""
+    # Behind the barrier it stays packed. Single values would be rounded by an instruction of a quarter of the rate.
+    large = lax.optimization_barrier(x.astype(jnp.bfloat16))
+    return large, (x - large.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A finite x rounded to bfloat16, as such and as float32; in integers for the same reason."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    bits += (lax.shift_right_logical(bits, jnp.uint32(16)) & 1) + jnp.uint32(0x7FFF)
+    upper = lax.shift_right_logical(bits, jnp.uint32(16)).astype(jnp.uint16)
+    wide = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return lax.bitcast_convert_type(upper, jnp.bfloat16), wide
+
+
+def sigmoid(x: jax.Array) -> jax.Array:
+    """1 / (1 + e^-x), without the instructions that guard a division."""
+    root = lax.rsqrt(1 + jnp.exp(-x))
+    return root * root
+
+
+def store_transposed(ref, product: jax.Array, is_interpreted: bool) -> None:
+    """Store to shared memory with padded rows, for which layout inference knows no layout: it has to be told."""
+    if is_interpreted:
+        ref.T[...] = product
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def store(_, ref, x):
+        single = x.to_layout(mgpu.fragmented_array.WGMMA_LAYOUT_ACC_32BIT)  # neighbours in a row are not in memory
+        single.store_untiled(mgpu.utils.memref_transpose(ref, (1, 0)), optimized=False)
+
+    store(ref, product)  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,86 @@
+"""Time KDA verify at K3's shapes on a GPU: one JSON line per number of rows, ours beside floor, must and aim.
+
+Cold: the calls of a graph rotate over layers of a pool larger than the L2 cache. `--sweep` times every tiling,
+otherwise the default. `launch_us` is the same graph with every row dead: what a launch costs before any state moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
+
+from bench.graph import graph_us  # noqa: E402
+from bench.kda_decode import COLD_BYTES, HEAD_DIM, emit, setup  # noqa: E402
+
+from k3jax import presets  # noqa: E402
+from k3jax.pallas import kda_verify  # noqa: E402
+from k3jax.pallas.kda_verify import VerifyTiles  # noqa: E402
+from k3jax.replay import Records  # noqa: E402
+
+READ_BYTES_PER_S = 4.27e12  # measured on an H200
+BARS_US = {1: (6.0, 4.5), 4: (7.0, 5.5), 16: (12.0, 9.0), 64: (36.0, 26.0)}  # must and aim at 12 heads and 9 tokens
+SWEEP = tuple(
+    VerifyTiles(lanes_per_row=lanes, tokens_per_step=step) for lanes, step in ((8, 3), (8, 1), (8, 9), (16, 3))
+)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="*", default=[*BARS_US], help="numbers of rows")
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=9, help="tokens a row verifies (default: 9)")
+    parser.add_argument("--sweep", action="store_true", help="time every tiling")
+    args = parser.parse_args()
+    for batch in args.batch:
+        for tiles in SWEEP if args.sweep else (kda_verify.DEFAULT_TILES,):
+            emit("kda_verify", batch, args.heads, tiles, functools.partial(measure, tokens=args.tokens))
+
+
+def measure(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> dict:
+    """Microseconds of a call and of an empty one; the floor counts the state read once and the records written."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    width = heads * HEAD_DIM
+    moved = batch * (width * HEAD_DIM * 4 + tokens * width * (4 + 4 + 6 + 12) + 9 * width * 2)
+    num_layers = min(192, max(3, math.ceil(COLD_BYTES / moved)))
+    s = setup(batch, heads, tokens, num_layers)
+    cu_seqlens = torch.arange(0, batch * tokens + 1, tokens, device="cuda", dtype=torch.int32)
+    lead = (num_layers, batch, tokens)
+    records = Records(
+        torch.zeros(*lead, heads, HEAD_DIM, device="cuda"),
+        torch.zeros(*lead, 2, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16),
+        torch.zeros(*lead, 3, width, device="cuda", dtype=torch.bfloat16),
+    )
+    out = torch.zeros(batch * tokens, width, device="cuda", dtype=torch.bfloat16)
+
+    def kernel(*arguments):
+        outputs, written = kda_verify.kda_verify_pallas(*arguments, config=presets.k3(), tiles=tiles)
+        return outputs, *written
+
+    times = {
+        name: round(
+            graph_us(
+                kernel,
+                [(i, cu_seqlens, slots, s.token, s.params, s.state, s.tails, records, out) for i in s.indices],
+            ),
+            2,
+        )
+        for name, slots in (("us", s.live), ("launch_us", s.dead))
+    }
+    floor = moved / READ_BYTES_PER_S * 1e6
+    must, aim = BARS_US.get(batch, (None, None)) if (heads, tokens) == (12, 9) else (None, None)
+    rate = round(moved / times["us"] / 1e6, 2)
+    return {**times, "tokens": tokens, "floor_us": round(floor, 2), "must_us": must, "aim_us": aim, "tb_per_s": rate}
+
+
+if __name__ == "__main__":
+    main()
