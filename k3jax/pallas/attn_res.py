@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from k3jax.attn_res import DepthWeights, Mixed
-from k3jax.pallas import lines
+from k3jax.pallas import lines, requirements
 
 MAX_ROWS = 15  # of a token; scores and squares fill 32 rows of partial sums, two of them spare
 RING_BYTES = 216 * 1024  # of the 227 KB of shared memory that a block may have
@@ -277,12 +277,8 @@ def mix_and_norm(
 
 def supported(width: int, num_snapshots: int, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernel cannot run with `tiles_for`'s tiles, or None."""
-    if platform != "gpu":
-        return f"Mosaic GPU kernels need a GPU, not {platform}"
-    if compute_capability < 9:
-        return f"TMA needs compute capability 9.0, this device has {compute_capability}"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"activations are {jnp.dtype(dtype).name}, the kernel covers bfloat16"
+    if reason := requirements.refusal(dtype, platform, compute_capability):
+        return reason
     tiles = tiles_for(1, width)
     step = lines.step(tiles.warpgroups, tiles.vector)
     if width % step or width // step > MAX_COPY:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax import moe, mxfp4
 from k3jax.config import K3Config
-from k3jax.pallas import expert_gemm, expert_plan, expert_repack
+from k3jax.pallas import expert_gemm, expert_plan, expert_repack, requirements
 from k3jax.pallas.expert_repack import BLOCK, ROWS
 from k3jax.pallas.expert_tiles import GemmShape, GemmTiles, tile_rows, tiles_for
 
@@ -131,12 +131,8 @@ def supported(
 ) -> str | None:
     """Why the kernels cannot run, or None. `inner` is the expert width of one rank."""
     latent = config.routed_expert_hidden_size
-    if platform != "gpu":
-        return f"Mosaic GPU kernels need a GPU, not {platform}"
-    if not 9 <= compute_capability < 10:
-        return f"wgmma needs compute capability 9.x, this device has {compute_capability}"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"activations are {jnp.dtype(dtype).name}, the kernels cover bfloat16"
+    if reason := requirements.refusal(dtype, platform, compute_capability, uses_wgmma=True):
+        return reason
     if not is_mxfp4:
         return "the experts are not in MXFP4"
     if latent % BLOCK:

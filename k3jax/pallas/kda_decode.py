@@ -28,6 +28,7 @@ from k3jax import kda, kda_serving
 from k3jax.cache import Pools
 from k3jax.config import K3Config
 from k3jax.pallas import kda_channels as channels
+from k3jax.pallas import requirements
 from k3jax.pallas.kda_channels import HEAD_DIM, TAPS
 
 MAX_WARPGROUPS = 4
@@ -284,16 +285,12 @@ def decode(
 
 def supported(config: K3Config, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernel cannot run, or None."""
-    if platform != "gpu":
-        return f"Mosaic GPU kernels need a GPU, not {platform}"
-    if compute_capability < 9:
-        return f"TMA needs compute capability 9.0, this device has {compute_capability}"
+    if reason := requirements.refusal(dtype, platform, compute_capability):
+        return reason
     if config.kda_head_dim != HEAD_DIM:
         return f"heads are {config.kda_head_dim} wide, the kernel covers {HEAD_DIM}"
     if config.conv_size != TAPS:
         return f"the short convolution has {config.conv_size} taps, the kernel covers {TAPS}"
     if config.gate_lower_bound is None:
         return "the gate has no lower bound (softplus), the kernel covers the bounded gate"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"activations are {jnp.dtype(dtype).name}, the kernel covers bfloat16"
     return None

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from k3jax import kda, replay
 from k3jax.cache import Pools
 from k3jax.config import K3Config
-from k3jax.pallas import kda_decode
+from k3jax.pallas import kda_decode, requirements
 from k3jax.pallas.kda_decode import StackedParams, Token
 from k3jax.pallas.kda_verify_block import MAX_TOKENS, VerifyTiles, verify_kernel
 from k3jax.replay import Records
@@ -80,6 +80,6 @@ def supported(config: K3Config, dtype, platform: str, compute_capability: float,
     """Why the kernel cannot run for rows of up to `tokens` tokens, or None."""
     if tokens > MAX_TOKENS:
         return f"rows have up to {tokens} tokens, the kernel covers {MAX_TOKENS}"
-    if platform == "gpu" and not 9 <= compute_capability < 10:
-        return f"its products run on wgmma, which only Hopper has: this device has {compute_capability}"
+    if reason := requirements.refusal(dtype, platform, compute_capability, uses_wgmma=True):
+        return reason
     return kda_decode.supported(config, dtype, platform, compute_capability)

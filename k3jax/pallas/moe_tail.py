@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from k3jax import moe
-from k3jax.pallas import lines
+from k3jax.pallas import lines, requirements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,12 +140,8 @@ def finish_rows(
 
 def supported(width: int, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernel cannot run with the default tiles, or None."""
-    if platform != "gpu":
-        return f"Mosaic GPU kernels need a GPU, not {platform}"
-    if compute_capability < 9:
-        return f"compiled for compute capability 9.0 and later, this device has {compute_capability}"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"expert rows are {jnp.dtype(dtype).name}, the kernel covers bfloat16"
+    if reason := requirements.refusal(dtype, platform, compute_capability):
+        return reason
     step = lines.step(TailTiles().warpgroups, TailTiles().vector)
     if width % step:
         return f"rows are {width} wide, the kernel covers multiples of {step}"

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import moe
 from k3jax.config import K3Config
-from k3jax.pallas import router_logits, router_map, router_select
+from k3jax.pallas import requirements, router_logits, router_map, router_select
 from k3jax.pallas.router_logits import LogitTiles
 from k3jax.pallas.router_map import MapTiles
 
@@ -143,12 +143,8 @@ def dispatch_pallas(
 
 def supported(config: K3Config, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernels cannot run, or None."""
-    if platform != "gpu":
-        return f"Mosaic GPU kernels need a GPU, not {platform}"
-    if compute_capability != 9.0:
-        return f"wgmma is Hopper's (compute capability 9.0), this device has {compute_capability}"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"activations are {jnp.dtype(dtype).name}, the kernels cover bfloat16"
+    if reason := requirements.refusal(dtype, platform, compute_capability, uses_wgmma=True):
+        return reason
     experts, chosen = config.num_experts, config.num_experts_per_token
     if experts % router_select.LANES or experts > MAX_EXPERTS:
         return f"{experts} experts are no multiple of {router_select.LANES} up to {MAX_EXPERTS}"

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax import tiles as tile_walk
 from k3jax.layers import wide
+from k3jax.pallas import requirements
 from k3jax.pallas.kda_channels import HEAD_DIM, TAPS, sigmoid
 
 
@@ -209,12 +210,10 @@ def short_conv_pallas(
 
 def supported(width: int, num_taps: int, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernel cannot run, or None."""
-    if platform != "gpu" or compute_capability < 9:
-        return f"Mosaic GPU kernels need a GPU of compute capability 9.0, not {platform} {compute_capability}"
+    if reason := requirements.refusal(dtype, platform, compute_capability):
+        return reason
     if width % HEAD_DIM:
         return f"{width} channels are no multiple of {HEAD_DIM}"
     if num_taps != TAPS:
         return f"the short convolution has {num_taps} taps, the kernel covers {TAPS}"
-    if jnp.dtype(dtype) != jnp.bfloat16:
-        return f"activations are {jnp.dtype(dtype).name}, the kernel covers bfloat16"
     return None

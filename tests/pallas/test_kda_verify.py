@@ -73,7 +73,7 @@ def test_supported_accepts_k3_on_hopper_and_names_device_and_length():
 
     assert reason(9.0, 9) is None
     assert "17 tokens" in (reason(9.0, 17) or "")
-    assert "only Hopper has" in (reason(10.3, 9) or "")
+    assert "is Hopper's" in (reason(10.3, 9) or "")
     assert "8.0" in (reason(8.0, 9) or "")
     assert "need a GPU" in (kda_verify.supported(config, jnp.bfloat16, "cpu", 0.0, 9) or "")
 
