@@ -223,6 +223,14 @@ def finish_rows(
     return total if norm is None else rms_norm(total.astype(outputs.rows.dtype), norm[0][norm[1]], eps)
 
 
+def finish_rows_apart(
+    outputs: ExpertRows, routing: Routing, norm: tuple[Array, int] | None, eps: float
+) -> Float[Array, "T L"]:
+    """`finish_rows` with the sum as a pass of its own that writes [T, L], to compare."""
+    total = lax.optimization_barrier(finish_rows(outputs, routing, None, eps))
+    return total if norm is None else rms_norm(total.astype(outputs.rows.dtype), norm[0][norm[1]], eps)
+
+
 def mask_padding(routing: Routing, live: Bool[Array, "T"]) -> Routing:
     """Send padded tokens to no expert."""
     return Routing(jnp.where(live[:, None], routing.experts, -1), routing.weights)

@@ -80,7 +80,7 @@ class Situation:
 
 def wants_repacked_experts(ops: Ops) -> bool:
     """Whether the step takes its experts as `expert_load.repack` leaves them."""
-    return ops.routed_experts in (expert_ops.routed_expert_rows, expert_ops.routed_experts)
+    return ops.routed_experts is KERNELS["routed_experts"]
 
 
 def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[Choice, ...]]:
@@ -106,11 +106,11 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
             running.add(op)
     if kernels == "pallas" and not running:
         raise ValueError(f"no kernel can run here: {reasons['kda_decode']}. Use --kernels auto.")
-    if "routed_experts" in running and situation.moe_finalize == "separate":
-        taken["routed_experts"] = expert_ops.routed_experts
-    leaves_rows = taken.get("routed_experts") is expert_ops.routed_expert_rows
     unused = {"kda_verify", "kda_commit", "mla_verify"} if situation.drafts is None else set()
-    unused |= set() if leaves_rows else {"finish_rows"}
+    if "routed_experts" not in running:
+        unused |= {"finish_rows"}
+    elif situation.moe_finalize == "separate":
+        taken["finish_rows"] = moe.finish_rows_apart
     choices = [
         Choice(
             op=field.name,

@@ -1,4 +1,4 @@
-"""The routed experts on the grouped GEMM kernels, behind the signature of `moe.routed_experts`.
+"""The routed experts on the grouped GEMM kernels: an expert op that leaves its rows unsummed.
 
     rows[p] = w2_e SiTU(w1_e z[t], w3_e z[t])    for every pair (t, rank) with its expert e here;  p = place[t, rank]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from k3jax import moe, mxfp4
@@ -86,27 +85,6 @@ def routed_expert_rows(
         flat = weights.reshape(-1, *weights.shape[-2:]), scales.reshape(-1, ROWS)
         value = expert_gemm.build(shape, tile, interpret)(value, *flat, *visited)
     return moe.ExpertRows(value, plan.place)
-
-
-def routed_experts(
-    z: Float[Array, "T L"],
-    routing: moe.Routing,
-    experts: moe.Experts,
-    config: K3Config,
-    first_expert: int | Array = 0,
-    *,
-    layer: int | Int[Array, ""] | None = None,
-    tiles: ExpertTiles | None = None,
-    interpret=None,
-) -> Float[Array, "T L"]:
-    """`moe.routed_experts` on the kernels and on repacked weights: the same sum, wide, in order of rank.
-
-    A pass of its own that writes [T, L], which `routed_expert_rows` spares.
-    """
-    outputs = routed_expert_rows(
-        z, routing, experts, config, first_expert, layer=layer, tiles=tiles, interpret=interpret
-    )
-    return lax.optimization_barrier(moe.finish_rows(outputs, routing, None, config.rms_norm_eps))
 
 
 def routed_experts_reference(

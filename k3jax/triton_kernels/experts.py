@@ -203,25 +203,6 @@ def routed_expert_rows(
     return moe.ExpertRows(rows, visits.place)
 
 
-def routed_experts(
-    z: Float[Array, "T L"],
-    routing: moe.Routing,
-    experts: moe.Experts,
-    config: K3Config,
-    first_expert: int | Array = 0,
-    *,
-    layer: int | Int[Array, ""] | None = None,
-    activations: Activations = "bfloat16",
-    tiles: TritonTiles | None = None,
-    run: Run = run_on_gpu,
-) -> Float[Array, "T L"]:
-    """`moe.routed_experts` on the kernels: the same sum, wide, in order of rank. Rows do not interact."""
-    outputs = routed_expert_rows(
-        z, routing, experts, config, first_expert, layer=layer, activations=activations, tiles=tiles, run=run
-    )
-    return moe.finish_rows(outputs, routing, None, config.rms_norm_eps)
-
-
 def supported(
     config: K3Config,
     dtype,

@@ -96,7 +96,9 @@ def measure(
     options = {"activations": activations, "tiles": tiles}
 
     def op(z, choice, weights, layer):
-        return experts.routed_experts(z, moe.Routing(choice, scores), weights, config, layer=layer, **options)
+        routing = moe.Routing(choice, scores)
+        outputs = experts.routed_expert_rows(z, routing, weights, config, layer=layer, **options)
+        return moe.finish_rows(outputs, routing, None, config.rms_norm_eps)
 
     def kernels(z, visits, weights, layer):
         return experts.expert_rows(z, visits, weights, config, layer=layer, **options)[:1]

@@ -227,7 +227,10 @@ def _router(params, x, config):
 def _experts(params, experts, x, config, ops):
     routing = moe.route(x, params["router"], params["router_bias"], config)
     z = x[:, : config.routed_expert_hidden_size]
-    return _to_hidden(ops.routed_experts(z, routing, experts, config, 0), x.shape[-1])
+    y = ops.routed_experts(z, routing, experts, config, 0)
+    if isinstance(y, moe.ExpertRows):
+        y = ops.finish_rows(y, routing, None, config.rms_norm_eps)
+    return _to_hidden(y, x.shape[-1])
 
 
 def _latents_and_shared(params, x, config):

@@ -7,7 +7,8 @@ import pytest
 
 from k3jax import moe
 from k3jax.layers import situ
-from tests.k3jax.golden_data import mini_config
+from k3jax.sharding.collectives import SINGLE
+from tests.k3jax.golden_data import mini_config, random_params
 
 CONFIG = mini_config()
 NUM_TOKENS = 37
@@ -121,3 +122,31 @@ def test_a_token_gets_the_same_bits_whatever_its_neighbours():
     only = jnp.arange(NUM_TOKENS) == 5
     alone = run(z, moe.mask_padding(routing, only), random_experts(), CONFIG)
     np.testing.assert_array_equal(alone[5], together[5])
+
+
+@pytest.mark.parametrize("finish", [moe.finish_rows, moe.finish_rows_apart])
+def test_a_block_whose_experts_leave_rows_unsummed_gives_the_same(finish):
+    """Rows in any order, some of them nobody's and NaN; padding has no place."""
+    config = CONFIG
+    params = {name: jnp.asarray(stack[0]) for name, stack in random_params(config)["moe"].items()}
+    x = jnp.asarray(np.random.default_rng(5).standard_normal((NUM_TOKENS, config.hidden_size)), jnp.float32)
+    live = jnp.arange(NUM_TOKENS) < NUM_TOKENS - 3
+
+    def leave_rows(z, routing, experts, config, first):
+        chosen = jnp.moveaxis(
+            jnp.stack([one_rank(z, routing, experts, config, first, rank) for rank in range(routing.experts.shape[1])]),
+            0,
+            1,
+        )
+        count = chosen.shape[0] * chosen.shape[1]
+        place = jnp.asarray(np.random.default_rng(6).permutation(count + 9)[:count]).reshape(routing.experts.shape)
+        rows = jnp.full((count + 9, z.shape[1]), jnp.nan).at[place].set(chosen)
+        return moe.ExpertRows(rows, jnp.where(routing.experts >= 0, place, -1))
+
+    def one_rank(z, routing, experts, config, first, rank):
+        only = moe.Routing(routing.experts[:, rank : rank + 1], jnp.ones_like(routing.weights[:, :1]))
+        return moe.routed_experts(z, only, experts, config, first)
+
+    expected = moe.feed_forward(params, x, config, SINGLE, live, moe.routed_experts)
+    got = moe.feed_forward(params, x, config, SINGLE, live, leave_rows, finish)
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from k3jax import params, programs
+from k3jax import moe, params, programs
 from k3jax.cache import CacheShape
 from k3jax.draft_params import abstract_draft
 from k3jax.draft_state import Drafting
-from k3jax.pallas import dispatch, expert_load, expert_ops
+from k3jax.pallas import dispatch, expert_load
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from tests.k3jax.draft_models import draft_config
 from tests.k3jax.golden_data import mini_config
@@ -79,8 +79,9 @@ def test_where_no_kernel_could_run_the_reason_is_that_and_no_advice_to_ask_for_i
 
 def test_summing_apart_from_the_norm_can_be_asked_for():
     ops, choices = dispatch.choose(dataclasses.replace(HOPPER, moe_finalize="separate"), "pallas")
-    assert ops.routed_experts is expert_ops.routed_experts and dispatch.wants_repacked_experts(ops)
-    assert "finish_rows" not in {choice.op for choice in choices}
+    assert ops.finish_rows is moe.finish_rows_apart and dispatch.wants_repacked_experts(ops)
+    (choice,) = (choice for choice in choices if choice.op == "finish_rows")
+    assert choice.backend == "xla" and "asked for" in choice.reason
 
 
 @pytest.mark.parametrize("drafts", [0, 4])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from k3jax import moe, presets
 from k3jax.triton_kernels import launching
-from k3jax.triton_kernels.experts import routed_experts
+from k3jax.triton_kernels.experts import routed_expert_rows
 
 TOKENS, EXPERTS, INNER = 9, 896, 384
 
@@ -66,8 +66,8 @@ def lower(compute_capability: int, activations: Any) -> str:
 
     def two_layers(z, routing, experts):
         for layer in range(2):
-            total = routed_experts(z, routing, experts, config, layer=jnp.int32(layer), activations=activations)
-            z = total.astype(z.dtype)
+            outputs = routed_expert_rows(z, routing, experts, config, layer=jnp.int32(layer), activations=activations)
+            z = moe.finish_rows(outputs, routing, None, config.rms_norm_eps).astype(z.dtype)
         return z
 
     traced = jax.jit(two_layers).trace(array((TOKENS, latent), jnp.bfloat16), routing, experts)

@@ -224,7 +224,7 @@ def test_experts_say_themselves_which_layer_of_a_stack_is_meant():
             return {name: jnp.zeros(x.shape, x.dtype) for name, x in launch.outputs.items() if x is not None}
 
         z = jnp.zeros((2, 128), jnp.bfloat16)
-        experts.routed_experts(z, routing, weights, presets.k3(), layer=layer, run=record)
+        experts.routed_expert_rows(z, routing, weights, presets.k3(), layer=layer, run=record)
         return found
 
     def given(form, layer: int | None = None) -> moe.Experts:
