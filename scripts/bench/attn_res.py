@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import sys
@@ -19,13 +18,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
 
 import jax.numpy as jnp  # noqa: E402
+from bench.floors import COPY_BYTES_PER_S, cold_calls  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax.pallas.attn_res import AttnResTiles, attn_res_kernel, tiles_for  # noqa: E402
 
 WIDTH, EPS = 7168, 1e-5
-COLD_BYTES = 150e6  # touched by one round of calls, against 60 MB of L2
-COPY_BYTES_PER_S = 4.10e12  # measured on an H200, read + write
 LEAST_US = 4.0  # no bar is lower
 MUST = {9: 1.5, 144: 1.4, 8192: 1.25}  # times the floor
 AIM = 1.15
@@ -67,7 +65,7 @@ def measure(tokens: int, snapshots: int, has_update: bool, tiles: AttnResTiles) 
     view = tiles.view(WIDTH)
     rows = snapshots + 1 + has_update
     moved = tokens * WIDTH * 2 * (rows + 1 + has_update)
-    num_calls = min(200, max(3, math.ceil(COLD_BYTES / moved)))
+    num_calls = cold_calls(moved)
 
     def normal(*shape: int):
         return torch.randn(*shape, device="cuda").bfloat16()

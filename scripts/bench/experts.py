@@ -25,6 +25,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax import moe, presets  # noqa: E402
@@ -32,8 +33,6 @@ from k3jax.pallas import expert_gemm, expert_ops, expert_plan  # noqa: E402
 from k3jax.pallas.expert_ops import ExpertTiles  # noqa: E402
 from k3jax.pallas.expert_tiles import GemmShape, tile_rows, tiles_for  # noqa: E402
 
-READ_BYTES_PER_S = 4.27e12  # measured on an H200
-FLOP_PER_S = 790e12
 TOKENS = (1, 9, 36, 144, 1024, 8192)
 SHAPES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
 LAYERS = 2

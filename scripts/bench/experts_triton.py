@@ -18,17 +18,17 @@ import time
 from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
 
 from k3jax import moe, presets  # noqa: E402
 from k3jax.triton_kernels import experts  # noqa: E402
 from k3jax.triton_kernels.experts import Activations, TritonTiles, tiles_for  # noqa: E402
 
-READ_BYTES_PER_S = 4.27e12  # measured on an H200
-FLOP_PER_S = 790e12
 TOKENS = (1, 9, 36, 144, 1024, 8192)
 SHARES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
 LAYERS = 2

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 import sys
@@ -20,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
 
+from bench.floors import COPY_BYTES_PER_S, cold_calls  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax import presets  # noqa: E402
@@ -29,8 +29,6 @@ from k3jax.pallas.kda_decode import DecodeTiles, StackedParams, Token  # noqa: E
 from k3jax.replay import Committed, Records  # noqa: E402
 
 HEAD_DIM = 128
-COLD_BYTES = 150e6  # touched by one round of calls, against 60 MB of L2
-COPY_BYTES_PER_S = 4.10e12  # measured on an H200, read + write
 DECODE_SWEEP = tuple(
     DecodeTiles(warpgroups=groups, lanes_per_row=lanes, rows_per_step=step, is_staged=staged)
     for groups, lanes, step, staged in (
@@ -123,7 +121,7 @@ def measure_decode(batch: int, heads: int, tiles: DecodeTiles) -> dict:
     """Microseconds of a call, of an empty one, and the floor."""
     width = heads * HEAD_DIM
     moved = batch * (2 * width * HEAD_DIM * 4 + 2 * 9 * width * 2 + 6 * width * 2)
-    s = setup(batch, heads, 1, min(192, max(3, math.ceil(COLD_BYTES / moved))))
+    s = setup(batch, heads, 1, cold_calls(moved, 192))
     kernel = functools.partial(kda_decode.kda_decode_pallas, config=presets.k3(), tiles=tiles)
     times = {
         name: round(graph_us(kernel, [(i, slots, s.token, s.params, s.state, s.tails) for i in s.indices]), 2)

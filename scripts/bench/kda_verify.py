@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import pathlib
 import sys
@@ -17,15 +16,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
 
+from bench.floors import READ_BYTES_PER_S, cold_calls  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
-from bench.kda_decode import COLD_BYTES, HEAD_DIM, emit, setup  # noqa: E402
+from bench.kda_decode import HEAD_DIM, emit, setup  # noqa: E402
 
 from k3jax import presets  # noqa: E402
 from k3jax.pallas import kda_verify  # noqa: E402
 from k3jax.pallas.kda_verify import VerifyTiles  # noqa: E402
 from k3jax.replay import Records  # noqa: E402
 
-READ_BYTES_PER_S = 4.27e12  # measured on an H200
 BARS_US = {1: (6.0, 4.5), 4: (7.0, 5.5), 16: (12.0, 9.0), 64: (36.0, 26.0)}  # must and aim at 12 heads and 9 tokens
 SWEEP = tuple(
     VerifyTiles(lanes_per_row=lanes, tokens_per_step=step) for lanes, step in ((8, 3), (8, 1), (8, 9), (16, 3))
@@ -51,7 +50,7 @@ def measure(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> dict:
 
     width = heads * HEAD_DIM
     moved = batch * (width * HEAD_DIM * 4 + tokens * width * (4 + 4 + 6 + 12) + 9 * width * 2)
-    num_layers = min(192, max(3, math.ceil(COLD_BYTES / moved)))
+    num_layers = cold_calls(moved, 192)
     s = setup(batch, heads, tokens, num_layers)
     cu_seqlens = torch.arange(0, batch * tokens + 1, tokens, device="cuda", dtype=torch.int32)
     lead = (num_layers, batch, tokens)

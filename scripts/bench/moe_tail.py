@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import sys
@@ -19,14 +18,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
 
 import jax.numpy as jnp  # noqa: E402
+from bench.floors import COPY_BYTES_PER_S, cold_calls  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax.pallas import lines  # noqa: E402
 from k3jax.pallas.moe_tail import TailTiles, tail_kernel  # noqa: E402
 
 WIDTH, CHOSEN, EPS = 3584, 16, 1e-5
-COLD_BYTES = 150e6  # touched by one round of calls, against 60 MB of L2
-COPY_BYTES_PER_S = 4.10e12  # measured on an H200, read + write
 SWEEP = tuple(
     TailTiles(warpgroups=warpgroups, vector=vector, in_flight=in_flight)
     for warpgroups, vector in ((2, 2), (1, 4), (1, 2))
@@ -58,7 +56,7 @@ def measure(tokens: int, has_norm: bool, tiles: TailTiles) -> dict:
 
     view, num_rows = lines.view(WIDTH, tiles.warpgroups, tiles.vector), tokens * CHOSEN
     moved = WIDTH * (2 * num_rows + (2 if has_norm else 4) * tokens)
-    num_calls = min(200, max(3, math.ceil(COLD_BYTES / moved)))
+    num_calls = cold_calls(moved)
     layer = torch.zeros(1, device="cuda", dtype=torch.int32)
     stacked = (layer, torch.randn(1, *view, device="cuda").bfloat16()) if has_norm else ()
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
 
+from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax import moe  # noqa: E402
@@ -27,8 +28,6 @@ from k3jax.pallas.router_map import MapTiles  # noqa: E402
 
 WIDTH, EXPERTS, CHOSEN = 7168, 896, 16
 LAYERS = 12  # of 12.8 MB
-READ_BYTES_PER_S = 4.27e12  # measured on an H200
-FLOPS = 790e12
 MUST_US, AIM_US = 14.0, 11.0  # of all kernels together, up to MOST tokens
 MOST = 144
 
@@ -96,7 +95,7 @@ def measure(tokens: int, logit_tiles: LogitTiles, map_tiles: MapTiles) -> dict:
     times["map_us"] = graph_us(place, [(ints(0), chosen, marks, *table)])
 
     moved = 2 * WIDTH * (EXPERTS + tokens) + 8 * tokens * CHOSEN
-    floor = max(moved / READ_BYTES_PER_S, 2 * tokens * EXPERTS * WIDTH / FLOPS) * 1e6
+    floor = max(moved / READ_BYTES_PER_S, 2 * tokens * EXPERTS * WIDTH / FLOP_PER_S) * 1e6
     bars = {"must_us": MUST_US, "aim_us": AIM_US} if tokens <= MOST else {}
     us = sum(times.values())
     return {"us": round(us, 2), **{k: round(v, 2) for k, v in times.items()}, "floor_us": round(floor, 2), **bars}

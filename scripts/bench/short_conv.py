@@ -19,11 +19,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from bench.floors import COPY_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax.pallas.short_conv import ConvTiles, Sequences, short_conv_pallas, tile_table, tiles_for  # noqa: E402
 
-COPY_BYTES_PER_S = 4.10e12  # measured on an H200, read + write
 NUM_INPUTS = 3  # of 100 MB and more, against 60 MB of L2
 SWEEP = tuple(
     ConvTiles(tokens=tokens, channels_per_thread=channels) for tokens, channels in ((16, 4), (32, 4), (16, 2), (8, 4))
