@@ -7,10 +7,15 @@ float32 accumulation and the hidden layer rounded to bfloat16: a kernel may have
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from k3jax import moe, presets
+from k3jax.config import K3Config
 
 BF16 = ml_dtypes.bfloat16
 LIMIT = 1.05  # of the error of the bfloat16 product
@@ -113,6 +118,41 @@ def draw(case: ExpertCase, rng: np.random.Generator) -> ExpertInputs:
         w13_scale=scales(latent, layers, experts, 2, inner, latent // 32),
         w2=codes(layers, experts, latent, inner // 2),
         w2_scale=scales(inner, layers, experts, latent, inner // 32),
+    )
+
+
+class ExpertOperands(NamedTuple):
+    """What an expert op takes; `experts` are as a checkpoint holds them."""
+
+    z: jax.Array
+    routing: moe.Routing
+    experts: moe.Experts
+    config: K3Config
+    first_expert: int
+    layer: jax.Array | None  # None: the weights are one layer's
+
+
+def operands(inputs: ExpertInputs) -> ExpertOperands:
+    """The inputs on the device."""
+    case = inputs.case
+    arrays, layer = (inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale), jnp.int32(inputs.layer)
+    if case.layers is None:
+        arrays, layer = tuple(x[0] for x in arrays), None
+    w13, w2, w13_scale, w2_scale = map(jnp.asarray, arrays)
+    config = dataclasses.replace(
+        presets.k3(),
+        num_experts=case.num_routed,
+        num_experts_per_token=case.k,
+        moe_intermediate_size=case.inner,
+        routed_expert_hidden_size=case.latent,
+    )
+    return ExpertOperands(
+        jnp.asarray(inputs.z),
+        moe.Routing(jnp.asarray(inputs.experts), jnp.asarray(inputs.weights)),
+        moe.Experts(w13, w2, w13_scale, w2_scale),
+        config,
+        case.first_expert,
+        layer,
     )
 
 

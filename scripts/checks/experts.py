@@ -7,15 +7,13 @@ with every scale, where the code 0.5 is subnormal before it is scaled: CPUs flus
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from k3jax import moe, presets
 from k3jax.pallas import expert_gemm, expert_ops, expert_repack
-from k3jax.pallas.expert_cases import CASES, GPU_CASES, ExpertInputs, dequantised, draw, judge
+from k3jax.pallas.expert_cases import CASES, GPU_CASES, ExpertInputs, dequantised, draw, judge, operands
 from k3jax.pallas.expert_ops import ExpertTiles
 from k3jax.pallas.expert_tiles import GemmShape, GemmTiles
 
@@ -45,26 +43,15 @@ def check_experts() -> bool:
 
 def run(inputs: ExpertInputs, tiles: ExpertTiles | None) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
     """Expert rows with their places, and the weighted sums."""
-    case = inputs.case
-    config = dataclasses.replace(
-        presets.k3(),
-        num_experts=case.num_routed,
-        num_experts_per_token=case.k,
-        moe_intermediate_size=case.inner,
-        routed_expert_hidden_size=case.latent,
-    )
-    packed = moe.Experts(*map(jnp.asarray, (inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale)))
+    z, routing, packed, config, first_expert, layer = operands(inputs)
     repacked = jax.jit(expert_ops.repack, donate_argnums=0)(packed)
-    routing = moe.Routing(jnp.asarray(inputs.experts), jnp.asarray(inputs.weights))
 
     @jax.jit
     def step(z, routing, experts, layer):
-        outputs = expert_ops.routed_expert_rows(
-            z, routing, experts, config, case.first_expert, layer=layer, tiles=tiles
-        )
+        outputs = expert_ops.routed_expert_rows(z, routing, experts, config, first_expert, layer=layer, tiles=tiles)
         return outputs, moe.finish_rows(outputs, routing, None, 0.0)
 
-    outputs, sums = step(jnp.asarray(inputs.z), routing, repacked, jnp.int32(inputs.layer))
+    outputs, sums = step(z, routing, repacked, layer)
     return (np.asarray(outputs.rows), np.asarray(outputs.place)), np.asarray(sums)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax import moe, presets
-from k3jax.pallas.expert_cases import CASES, GPU_CASES, ExpertInputs, draw
+from k3jax.pallas.expert_cases import CASES, GPU_CASES, ExpertInputs, draw, operands
 from k3jax.pallas.expert_cases import judge as judge_bfloat16
 from k3jax.triton_kernels import expert_float8_cases, experts
 from k3jax.triton_kernels.experts import Activations, TritonTiles
@@ -54,26 +54,16 @@ def check_experts_triton() -> bool:
 
 def run(inputs: ExpertInputs, activations: Activations, tiles: TritonTiles | None):
     """The verdict on the expert rows and, in bfloat16, on the weighted sums."""
-    case = inputs.case
-    config = dataclasses.replace(
-        presets.k3(),
-        num_experts=case.num_routed,
-        num_experts_per_token=case.k,
-        moe_intermediate_size=case.inner,
-        routed_expert_hidden_size=case.latent,
-    )
-    w13, w2, w13_scale, w2_scale = map(jnp.asarray, (inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale))
-    weights = moe.Experts(w13, w2, w13_scale, w2_scale)
-    routing = moe.Routing(jnp.asarray(inputs.experts), jnp.asarray(inputs.weights))
+    z, routing, weights, config, first_expert, layer = operands(inputs)
 
     @jax.jit
     def step(z, routing, weights, layer):
         outputs = experts.routed_expert_rows(
-            z, routing, weights, config, case.first_expert, layer=layer, activations=activations, tiles=tiles
+            z, routing, weights, config, first_expert, layer=layer, activations=activations, tiles=tiles
         )
         return outputs, moe.finish_rows(outputs, routing, None, 0.0)
 
-    outputs, sums = step(jnp.asarray(inputs.z), routing, weights, jnp.int32(inputs.layer))
+    outputs, sums = step(z, routing, weights, layer)
     rows, place, sums = np.asarray(outputs.rows), np.asarray(outputs.place), np.asarray(sums)
     if activations == "bfloat16":
         return judge_bfloat16(inputs, rows, place, sums, **BETAS)

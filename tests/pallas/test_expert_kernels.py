@@ -12,7 +12,7 @@ from mosaic_interpreter import interpreter
 
 from k3jax import moe, presets
 from k3jax.pallas import expert_cases, expert_gemm, expert_ops
-from k3jax.pallas.expert_cases import CASES, ExpertCase, ExpertInputs, draw, expert_outputs, judge
+from k3jax.pallas.expert_cases import CASES, ExpertInputs, draw, expert_outputs, judge
 from k3jax.pallas.expert_ops import ExpertTiles
 from k3jax.pallas.expert_tiles import GemmShape, GemmTiles, tile_rows, tiles_for
 
@@ -32,26 +32,10 @@ def rng() -> np.random.Generator:
     return np.random.default_rng()
 
 
-def config_of(case: ExpertCase):
-    return dataclasses.replace(
-        presets.k3(),
-        num_experts=case.num_routed,
-        num_experts_per_token=case.k,
-        moe_intermediate_size=case.inner,
-        routed_expert_hidden_size=case.latent,
-    )
-
-
 def arguments(inputs: ExpertInputs) -> tuple:
     """What the op takes, and the keyword of the layer."""
-    arrays = inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale
-    layer = jnp.int32(inputs.layer)
-    if inputs.case.layers is None:
-        arrays, layer = [x[0] for x in arrays], None
-    packed = moe.Experts(*map(jnp.asarray, arrays))
-    routing = moe.Routing(jnp.asarray(inputs.experts), jnp.asarray(inputs.weights))
-    config = config_of(inputs.case)
-    return (jnp.asarray(inputs.z), routing, jax.jit(expert_ops.repack)(packed), config, inputs.case.first_expert), layer
+    z, routing, packed, config, first_expert, layer = expert_cases.operands(inputs)
+    return (z, routing, jax.jit(expert_ops.repack)(packed), config, first_expert), layer
 
 
 def assert_passes(name: str, tiles: ExpertTiles, capsys) -> None:

@@ -9,7 +9,6 @@ The interpreter wants torch's tensors; a few of their methods on numpy arrays do
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -84,29 +83,9 @@ def interpret(launch: Launch) -> dict[str, jnp.ndarray]:
 def run(case: expert_cases.ExpertCase, activations: Activations, tiles: TritonTiles) -> dict:
     """One case, as a line."""
     inputs = expert_cases.draw(case, np.random.default_rng())
-    config = dataclasses.replace(
-        presets.k3(),
-        num_experts=case.num_routed,
-        num_experts_per_token=case.k,
-        moe_intermediate_size=case.inner,
-        routed_expert_hidden_size=case.latent,
-    )
-    arrays, layer = (inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale), jnp.int32(inputs.layer)
-    if case.layers is None:
-        arrays, layer = tuple(x[0] for x in arrays), None
-    w13, w2, w13_scale, w2_scale = map(jnp.asarray, arrays)
-    experts, z = moe.Experts(w13, w2, w13_scale, w2_scale), jnp.asarray(inputs.z)
-    routing = moe.Routing(jnp.asarray(inputs.experts), jnp.asarray(inputs.weights))
+    z, routing, experts, config, first_expert, layer = expert_cases.operands(inputs)
     outputs = routed_expert_rows(
-        z,
-        routing,
-        experts,
-        config,
-        case.first_expert,
-        layer=layer,
-        activations=activations,
-        tiles=tiles,
-        run=interpret,
+        z, routing, experts, config, first_expert, layer=layer, activations=activations, tiles=tiles, run=interpret
     )
     rows, place = np.asarray(outputs.rows), np.asarray(outputs.place)
     if activations == "float8":
