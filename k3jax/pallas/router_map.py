@@ -108,7 +108,7 @@ def chunk_kernel(tokens: int, experts: int, tiles: MapTiles, interpret=None):
 def _sums_before(scan, values, columns_of, layout):
     """Running sum of [128, columns] in order of lane and column, without the element itself.
 
-    Within a lane by adding columns up, over lanes by doubling distances through `scan` [2, 256].
+    Within a lane by adding columns up, over lanes by doubling distances through `scan` [2, 256, 2].
     """
     lanes, columns = values.shape
     within = jnp.zeros_like(values)
@@ -116,16 +116,19 @@ def _sums_before(scan, values, columns_of, layout):
         one = jnp.sum(jnp.where(columns_of == column, values, 0), axis=1)
         within += jnp.where(columns_of > column, lax.broadcast_in_dim(one, values.shape, (0,)), 0)
     of_lane = jnp.sum(values, axis=1)
+    # In pairs: single words would be read by `ldmatrix`, which takes rows at multiples of 16 bytes only.
+    pairs = _layout(2)
+    own = plgpu.layout_cast(lax.broadcast_in_dim(of_lane, (lanes, 2), (0,)), pairs)
     for turn in range(2):
-        scan[turn, pl.ds(0, lanes)] = jnp.zeros_like(of_lane)
-    total = of_lane
+        scan[turn, pl.ds(0, lanes)] = jnp.zeros_like(own)
+    total = own
     for step in range(SCAN_STEPS):
         turn = step % 2
         scan[turn, pl.ds(lanes, lanes)] = total
         plgpu.commit_smem()
-        lower = scan.at[turn, pl.ds(lanes - (1 << step), lanes)]
-        total += plgpu.load(lower, layout=layout.reduce(1), optimized=False)
-    return within + lax.broadcast_in_dim(total - of_lane, values.shape, (0,))
+        total += plgpu.load(scan.at[turn, pl.ds(lanes - (1 << step), lanes)], layout=pairs, optimized=False)
+    before = jnp.max(total - own, axis=1)
+    return within + lax.broadcast_in_dim(before, values.shape, (0,))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +136,7 @@ class _Scratch:
     """Shared memory of a block."""
 
     sums: Any  # [2, lanes, columns] int32: rows before each expert, tiles up to it
-    scan: Any  # [2 (rows, tiles), 2 (turn), 2 lanes] int32, zeros in the first half
+    scan: Any  # [2 (rows, tiles), 2 (turn), 2 lanes, 2 (equal)] int32, zeros in the first half
     places: Any  # [lanes, columns] int32: next row of each expert
 
 
@@ -246,7 +249,7 @@ def map_kernel(tokens: int, experts: int, num_chosen: int, num_local: int, tile:
         grid_names=("block",),
         scratch_types={
             "sums": plgpu.SMEM((2, lanes, columns), jnp.int32),
-            "scan": plgpu.SMEM((2, 2, 2 * LANES), jnp.int32),
+            "scan": plgpu.SMEM((2, 2, 2 * LANES, 2), jnp.int32),
             "places": plgpu.SMEM((lanes, columns), jnp.int32),
         },
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
