@@ -21,7 +21,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.pallas import kda_channels as channels
 from k3jax.pallas.kda_channels import HEAD_DIM, TAPS
-from k3jax.pallas.kda_verify_registers import rounded, sigmoid, split, store_transposed
+from k3jax.pallas.kda_verify_registers import (
+    rounded,
+    sigmoid,
+    split,
+    split_in_integers,
+    store_transposed,
+)
 
 MAX_TOKENS = 16  # rows of a token tile, one for each warp of a block; also keeps e^{-G} finite
 _WARPGROUPS = 4
@@ -187,7 +193,7 @@ def verify_kernel(
             x *= by_row(norm * jnp.where(warpgroup == _QUERY, shift * HEAD_DIM**-0.5, shift))
             plgpu.barrier_wait(memory.decayed)
             from_start = x * tile(memory.factors.at[0])
-            pieces = split(from_start)
+            pieces = split_in_integers(from_start)
 
             def store(first: int):
                 for piece, value in enumerate(pieces):

@@ -10,8 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two bfloat16 whose sum is x to 17 bits."""
+    """Two bfloat16 whose sum is x to 17 bits, of a layout that keeps two neighbours in a register."""
     # Behind the barrier it stays packed. Single values would be rounded by an instruction of a quarter of the rate.
+    # Not for four neighbours: Mosaic's barrier gives back bfloat16 of more than one register in another order.
     large = lax.optimization_barrier(x.astype(jnp.bfloat16))
     return large, (x - large.astype(jnp.float32)).astype(jnp.bfloat16)
 
@@ -23,6 +24,12 @@ def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     upper = lax.shift_right_logical(bits, jnp.uint32(16)).astype(jnp.uint16)
     wide = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return lax.bitcast_convert_type(upper, jnp.bfloat16), wide
+
+
+def split_in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two bfloat16 whose sum is a finite x to 17 bits, of any layout."""
+    large, wide = rounded(x)
+    return large, (x - wide).astype(jnp.bfloat16)
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
