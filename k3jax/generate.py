@@ -49,7 +49,7 @@ class StepSetup:
 
     def program(self, num_pages: int) -> StepProgram:
         """The step for one row of at most `num_pages` pages."""
-        platform = self.mesh.devices.flat[0].platform
+        device = self.mesh.devices.flat[0]
         return StepProgram(
             config=self.config,
             cache_shape=CacheShape(num_rows=1, num_pages=num_pages + 1, num_slots=2, pages_per_row=num_pages),
@@ -57,8 +57,8 @@ class StepSetup:
             dtype=self.dtype,
             mesh=self.mesh,
             parallel=self.parallel,
-            ops=dispatch.choose(dispatch.Situation(platform=platform, config=self.config, dtype=self.dtype))[0],
-            unstacked=platform == "cpu",
+            ops=dispatch.choose(dispatch.Situation.on(device, config=self.config, dtype=self.dtype))[0],
+            unstacked=device.platform == "cpu",
         )
 
 

@@ -28,6 +28,7 @@ from engine_bench.harness import GREEDY, compare, emit, serve  # noqa: E402
 
 from k3jax import presets  # noqa: E402
 from k3jax.chat import load_chat_literals, render_chat  # noqa: E402
+from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
 from k3jax.draft_state import Drafting  # noqa: E402
 from k3jax.sharding.collectives import Parallel  # noqa: E402
 from k3jax.sharding.mesh import AXES  # noqa: E402
@@ -46,6 +47,7 @@ CAPACITY_TOKENS = tuple(16384 * 2**power for power in range(7))
 def main() -> int:
     """Run the sections."""
     args = parse()
+    keep_loops_on_the_gpu()
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     target = ways.demo(dtype) if args.model == "demo" else ways.rank_slice(args.layers, dtype)
     emit(model=target.name, device=jax.devices()[0].device_kind, dtype=dtype.name)

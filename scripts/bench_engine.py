@@ -2,7 +2,8 @@
 
 Each section runs the same requests twice through scheduler, executor and step, once in our way and once in the other:
 adaptive against static token budget, a checkpoint out of the prompt's own pass against one from a second pass, sliced
-against gathered mixed batches, overlap on against off, and a prefix from host memory against computing it again.
+against gathered mixed batches, overlap on against off, a prefix from host memory against computing it again, and the
+step's kernels against XLA.
 Prints JSON lines. `--model slice` is the K3 rank slice of scripts/bench_slice.py.
 """
 
@@ -27,7 +28,8 @@ from engine_bench.harness import Resized, compare, emit, serve  # noqa: E402
 from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
 
 from k3jax import cache, params, presets  # noqa: E402
-from k3jax.pallas import dispatch  # noqa: E402
+from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
+from k3jax.pallas import dispatch, expert_load  # noqa: E402
 from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
 from k3jax.step_inputs import StepShape  # noqa: E402
@@ -37,7 +39,7 @@ from serving.executor_limits import limits_of  # noqa: E402
 from serving.state.store import HostMemoryStore  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
-SECTIONS = ("budget", "checkpoint", "overlap", "host", "mixed")
+SECTIONS = ("budget", "checkpoint", "overlap", "host", "mixed", "kernels")
 PREFILL = (0, 512, 2048, 8192)
 ROWS = 16
 
@@ -45,6 +47,7 @@ ROWS = 16
 def main() -> int:
     """Build the executors and run the sections."""
     args = parse()
+    keep_loops_on_the_gpu()
     bench = Bench(args)
     for name in args.section or SECTIONS:
         getattr(bench, name)()
@@ -71,20 +74,24 @@ class Bench:
         self.tree = params.abstract(self.config)
         self.weights = random_weights(self.config, self.tree, self.dtype)
         self.random = np.random.default_rng(0)
-        self.executor = self.build("zero-copy")
+        self.executor = self.build()
 
-    def build(self, mixed_batch: Any) -> DeviceExecutor:
+    def build(self, mixed_batch: Any = "zero-copy", kernels: dispatch.Kernels = "xla") -> DeviceExecutor:
         """Compile one row bucket, every prefill bucket."""
         started = time.perf_counter()
         pages_per_row = 640  # 40,960 tokens
         shape = cache.CacheShape(num_rows=ROWS, num_pages=4001, num_slots=65, pages_per_row=pages_per_row)
         mesh = make_mesh()
-        situation = dispatch.Situation(platform=jax.default_backend(), config=self.config, dtype=self.dtype)
-        ops, kernels = dispatch.choose(situation)
+        situation = dispatch.Situation.on(jax.devices()[0], config=self.config, dtype=self.dtype)
+        ops, choices = dispatch.choose(situation, kernels)
+        tree, weights = self.tree, self.weights
+        if dispatch.wants_repacked_experts(ops):
+            tree = expert_load.repacked_tree(self.tree)
+            weights = random_weights(self.config, self.tree, self.dtype, forms=expert_load.REPACK)
         program = StepProgram(
             config=self.config,
             cache_shape=shape,
-            tree=self.tree,
+            tree=tree,
             dtype=self.dtype,
             mesh=mesh,
             parallel=parallel_of(mesh),
@@ -99,14 +106,14 @@ class Bench:
             identity=f"bench {self.args.model}",
         )
         shapes = [StepShape(rows=ROWS, prefill_tokens=tokens) for tokens in PREFILL]
-        executor = DeviceExecutor(program, self.weights, limits, store=store, shapes=shapes)
+        executor = DeviceExecutor(program, weights, limits, store=store, shapes=shapes)
         emit(
             model=self.args.model,
             layers=self.config.num_hidden_layers,
             device=jax.devices()[0].device_kind,
             mixed_batch=mixed_batch,
             compile_seconds=time.perf_counter() - started,
-            ops={choice.op: choice.backend for choice in kernels},
+            ops={choice.op: choice.backend for choice in choices},
         )
         return executor
 
@@ -174,6 +181,28 @@ class Bench:
 
             runs = {name: lambda loop=loop, run=run: run(loop) for name, loop in ways.items()}
             self.compare("mixed batch", runs, "tokens/s", concurrency=concurrency, prompt=2000, new_tokens=32)
+
+    def kernels(self) -> None:
+        """Prefill of 8K, and decode at several concurrencies."""
+        chosen = self.build(kernels="pallas")
+
+        def loops() -> dict[str, StepLoop]:
+            executors = {"kernels": chosen, "XLA": self.executor}
+            return {
+                name: self.loop(Resized(executor, host_cache_bytes=0), prefix_cache=False)
+                for name, executor in executors.items()
+            }
+
+        runs = {name: lambda loop=loop: self.ttft_ms(loop, self.prompt(8192)) for name, loop in loops().items()}
+        self.compare("kernels", runs, "TTFT ms", prompt=8192)
+        for concurrency in (1, 4, 16):
+
+            def run(loop: StepLoop, concurrency: int = concurrency) -> float:
+                prompts = [self.prompt(200) for _ in range(2 * concurrency)]
+                return serve(loop, prompts, 64, concurrency).tokens_per_s
+
+            runs = {name: lambda loop=loop, run=run: run(loop) for name, loop in loops().items()}
+            self.compare("kernels", runs, "tokens/s", concurrency=concurrency)
 
     def host(self) -> None:
         """The same prompt again, after others have pushed it out of the device pools."""

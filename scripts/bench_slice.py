@@ -26,6 +26,7 @@ from slice_bench.parts import parts, time_part  # noqa: E402
 from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
 
 from k3jax import cache, params  # noqa: E402
+from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
 from k3jax.pallas import dispatch, expert_load  # noqa: E402
 from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
@@ -40,12 +41,11 @@ from serving.step_loop import StepLoop  # noqa: E402
 def main() -> int:
     """Build, run, print."""
     args = parse()
+    keep_loops_on_the_gpu()
     config = slice_config(args.layers)
     dtype = jnp.dtype(args.dtype)
     tree = params.abstract(config)
-    situation = dispatch.Situation(
-        platform=jax.default_backend(), config=config, dtype=dtype, moe_finalize=args.moe_finalize
-    )
+    situation = dispatch.Situation.on(jax.devices()[0], config=config, dtype=dtype, moe_finalize=args.moe_finalize)
     ops, kernels = dispatch.choose(situation, args.kernels)
     is_repacked = dispatch.wants_repacked_experts(ops)
     if args.experts == "stub":

@@ -26,6 +26,8 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
+
 MARGIN = 0.5
 QUESTIONS = ROOT / "demo" / "questions.jsonl"
 KERNEL_CHECKS = {  # function of a file in scripts/checks
@@ -50,6 +52,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=50, help="known questions to ask (default: 50)")
     parser.add_argument("--answer", metavar="DTYPE", help=argparse.SUPPRESS)  # one side of `demo`, in its own process
     args = parser.parse_args()
+    keep_loops_on_the_gpu()  # as the server does
     if args.answer:
         return answer(args.answer, args.questions)
     if not args.op:
@@ -80,7 +83,7 @@ def check_step() -> bool:
 
     mesh = make_mesh()
     shape = cache.CacheShape(num_rows=64, num_pages=20_001, num_slots=1025, pages_per_row=256)
-    situation = dispatch.Situation(platform=jax.default_backend(), config=presets.demo(), dtype=jnp.bfloat16)
+    situation = dispatch.Situation.on(jax.devices()[0], config=presets.demo(), dtype=jnp.bfloat16)
     program = StepProgram(
         config=presets.demo(),
         cache_shape=shape,

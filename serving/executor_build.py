@@ -14,6 +14,7 @@ import jax
 from k3jax import draft_loading, draft_sharding
 from k3jax import params as parameter_tree
 from k3jax.checkpoint_reader import open_checkpoint
+from k3jax.compiler_flags import keep_loops_on_the_gpu
 from k3jax.config import K3Config
 from k3jax.draft_config import DraftConfig
 from k3jax.draft_state import AcceptanceRule, Drafting, Rollback
@@ -149,11 +150,10 @@ def _choose_ops(
     drafting: Drafting | None,
     tree: parameter_tree.Tree,
 ) -> tuple[dispatch.Ops, tuple[dispatch.Choice, ...]]:
-    situation = dispatch.Situation(
-        platform=device.platform,
+    situation = dispatch.Situation.on(
+        device,
         config=model_config,
         dtype=dtype,
-        compute_capability=float(getattr(device, "compute_capability", 0.0)),
         drafts=drafting.tokens if drafting else None,
         rollback=drafting.rollback if drafting else "replay",
         expert_width=model_config.moe_intermediate_size // (1 if parallel.whole_experts else parallel.degree),
@@ -174,6 +174,7 @@ def _describe(draft: DraftConfig, folder: pathlib.Path | None, drafting: Draftin
 
 def prepare_environment(config: ServeConfig) -> None:
     """Settings that jax reads when its backend starts. The user's own environment wins over what no flag says."""
+    keep_loops_on_the_gpu()
     if config.memory_fraction is None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
     else:

@@ -77,6 +77,12 @@ class Situation:
     has_mxfp4_experts: bool = True
     moe_finalize: MoeFinalize = "deferred"  # where kernels leave expert rows unsummed
 
+    @classmethod
+    def on(cls, device: Any, **facts: Any) -> Situation:
+        """The situation on a device; `facts` are the other fields."""
+        capability = float(getattr(device, "compute_capability", 0.0))
+        return cls(platform=device.platform, compute_capability=capability, **facts)
+
 
 def wants_repacked_experts(ops: Ops) -> bool:
     """Whether the step takes its experts as `expert_load.repack` leaves them."""

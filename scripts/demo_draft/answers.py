@@ -92,8 +92,8 @@ def _executor(model: Model, num_rows: int, max_tokens: int) -> DeviceExecutor:
     mesh = make_mesh(1)
     # The table's width is a multiple of what attention takes at a time.
     pages_per_row = -(-(PREFILL_TOKENS + max_tokens) // (PAGE_SIZE * BLOCK_PAGES)) * BLOCK_PAGES
-    platform = mesh.devices.flat[0].platform
-    situation = dispatch.Situation(platform=platform, config=model.config, dtype=model.dtype)
+    device = mesh.devices.flat[0]
+    situation = dispatch.Situation.on(device, config=model.config, dtype=model.dtype)
     program = StepProgram(
         config=model.config,
         cache_shape=CacheShape(
@@ -107,7 +107,7 @@ def _executor(model: Model, num_rows: int, max_tokens: int) -> DeviceExecutor:
         mesh=mesh,
         parallel=parallel_of(mesh),
         ops=dispatch.choose(situation)[0],
-        unstacked=platform == "cpu",
+        unstacked=device.platform == "cpu",
     )
     # The executor consumes its weights, and the model is still needed.
     weights = jax.tree.map(jnp.copy, model.params)

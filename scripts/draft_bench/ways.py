@@ -114,9 +114,9 @@ def build(
     shape = cache.CacheShape(
         num_rows=rows, num_pages=rows * PAGES_PER_ROW + 1, num_slots=2 * rows + 1, pages_per_row=PAGES_PER_ROW
     )
-    platform = jax.default_backend()
-    situation = dispatch.Situation(
-        platform=platform,
+    device = mesh.devices.flat[0]
+    situation = dispatch.Situation.on(
+        device,
         config=target.config,
         dtype=target.dtype,
         drafts=drafting.tokens if drafting else None,
@@ -132,7 +132,7 @@ def build(
         parallel=parallel_of(mesh),
         ops=ops,
         drafting=drafting,
-        unstacked=platform == "cpu",
+        unstacked=device.platform == "cpu",
     )
     limits = limits_of(program, max_step_tokens=PREFILL[-1], identity=f"bench {target.name} {draft} {rollback}")
     shapes = [program.shape_of(rows=rows, prefill_tokens=prefill) for prefill in PREFILL]
