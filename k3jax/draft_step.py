@@ -1,5 +1,8 @@
 """The serving step with a draft model: verify the last block of drafts, commit what is accepted, draft the next block.
 
+In a bucket without drafts (`StepShape.drafts` 0, no prefill) the draft model rests: decode rows bring one token each
+and go through the ops of a step without a draft model, and only their context is kept for when it runs again.
+
 All of it is one program. The rows' drafts were drawn by the step before and wait on the device; the target runs over
 them and over the chunks of prompts; acceptance says how far each row comes; the replay commit brings its KDA state
 there; the hidden states that the draft model taps become its keys and values, for every token of the step; and its
@@ -34,7 +37,16 @@ from k3jax.mla_serving import PageWrites
 from k3jax.pallas.dispatch import Ops
 from k3jax.params import Tree
 from k3jax.sharding.collectives import Parallel
-from k3jax.step import StepExtras, admit, chunks_of, controls_of, count_prompt, page_writes
+from k3jax.step import (
+    MixerInputs,
+    StepExtras,
+    admit,
+    chunks_of,
+    controls_of,
+    count_prompt,
+    mix_layer,
+    page_writes,
+)
 from k3jax.step_inputs import StepInputs, StepShape, unpack
 from k3jax.verify_geometry import VerifyGeometry
 
@@ -67,6 +79,7 @@ def step(
     parallel: Parallel,
 ) -> tuple[Pools, Rows, VerifyOutputs]:
     """Run one planned step. Pools and rows are consumed and returned."""
+    assert shape.drafts in (0, drafting.tokens) and (shape.drafts or not shape.prefill_tokens), shape
     inputs = unpack(packed, shape)
     null_row = rows.slot.shape[0] - 1
     with jax.named_scope("copy_slots"):
@@ -79,12 +92,13 @@ def step(
     out = _run_layers(params, pools, rows, inputs, where, writes, config, drafting, shape, ops, parallel)
     accepted = _accept(params, rows, inputs, where, out, extras, config, drafting, shape, parallel)
     with jax.named_scope("commit"):
-        pools, boundary = _commit_state(params, out.pools, rows, inputs, where, accepted, config, ops)
+        pools, boundary = _commit_state(params, out.pools, rows, inputs, where, accepted, config, shape, ops)
         rows = _commit_rows(rows, inputs, where, accepted, null_row, parallel)
     with jax.named_scope("draft_context"):
         pools = _write_context(params, pools, writes, where, out.taps, drafting, shape)
-    with jax.named_scope("draft"):
-        rows = _propose(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel)
+    if shape.drafts:
+        with jax.named_scope("draft"):
+            rows = _propose(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel)
     survival = jnp.where(rows.drafts.count[inputs.lane_rows, None] > 0, rows.drafts.survival[inputs.lane_rows], 0)
     return (
         pools,
@@ -109,8 +123,11 @@ def _run_layers(params, pools, rows, inputs, where: VerifyGeometry, writes, conf
     chunks = chunks_of(rows, inputs, tokens, where.cu_seqlens[-1])
     row = inputs.lane_rows
     slots, tables = jnp.where(tokens.lane_is_decode, rows.slot[row], 0), rows.page_table[row]
+    batch = MixerInputs(rows, inputs, tokens, writes, chunks)
 
     def mix(layer, projected, pools: Pools):
+        if not shape.drafts:
+            return mix_layer(params, config, layer, projected, pools, batch, shape, ops, "zero-copy")
         kind, index = config.mixer(layer), config.mixer_index(layer)
         weights = model.layer_params(params, kind, index)
         out = jnp.zeros((shape.num_tokens, projected.gate.shape[-1]), projected.gate.dtype)
@@ -168,19 +185,27 @@ def _accept(params, rows: Rows, inputs, where: VerifyGeometry, out, extras, conf
     )
     at = inputs.lane_rows
     controls = controls_of(rows, inputs, where.tokens, extras)
-    drafted = verify.Drafted(rows.drafts.tokens[at], rows.drafts.logits[at], where.num_drafts)
+    drafted = verify.Drafted(
+        rows.drafts.tokens[at, : shape.drafts], rows.drafts.logits[at, : shape.drafts], where.num_drafts
+    )
     with jax.named_scope("sample"):
         return verify.accept(logits, drafted, controls, where.tokens.lane_samples, parallel, rule=drafting.rule)
 
 
-def _commit_state(params, pools: Pools, rows: Rows, inputs: StepInputs, where: VerifyGeometry, accepted, config, ops):
+def _commit_state(
+    params, pools: Pools, rows: Rows, inputs: StepInputs, where: VerifyGeometry, accepted, config, shape, ops
+):
     """Bring the KDA state of every decode row to its new length; also return the boundaries left in spare slots."""
     count = jnp.where(where.tokens.lane_is_decode, accepted.count, 0)
     crossed = replay.crossed_boundary(where.lengths, count, PAGE_SIZE)
     crossed = jnp.where(inputs.boundary_slots > 0, crossed, 0)
     slots = jnp.where(count > 0, rows.slot[inputs.lane_rows], 0)
-    chosen = replay.Committed(count, slots, crossed, inputs.boundary_slots)
-    pools = ops.kda_commit(params["kda"], pools.records, pools, chosen, config)
+    if shape.drafts:
+        chosen = replay.Committed(count, slots, crossed, inputs.boundary_slots)
+        pools = ops.kda_commit(params["kda"], pools.records, pools, chosen, config)
+    else:  # decoding has brought it there, one token on: a boundary that was crossed is where it stands
+        order = jnp.argsort(crossed == 0, stable=True)
+        pools = kda_serving.copy_slots(pools, slots[order], inputs.boundary_slots[order], jnp.sum(crossed > 0))
     return pools, jnp.where(crossed > 0, where.lengths + crossed, 0)
 
 

@@ -136,7 +136,7 @@ def run_layers(
     batch = MixerInputs(rows, inputs, where, page_writes(rows, where), chunks_of(rows, inputs, where, shape.rows))
 
     def mix(layer, projected, pools):
-        return _mix(params, config, layer, projected, pools, batch, shape, ops, mixed_batch)
+        return mix_layer(params, config, layer, projected, pools, batch, shape, ops, mixed_batch)
 
     out = step_layers.run_layers(
         params, token_ids, pools, mix, where.end, where.token_live, config, shape, ops, parallel
@@ -175,7 +175,7 @@ class MixerInputs(NamedTuple):
     chunks: kda_serving.Chunks
 
 
-def _mix(
+def mix_layer(
     params,
     config: K3Config,
     layer: int,

@@ -28,7 +28,7 @@ class StepShape:
 
     rows: int  # decode rows + chunks at most
     prefill_tokens: int  # 0: decode only
-    drafts: int = 0  # that a decode row may verify
+    drafts: int = 0  # that a decode row may verify; with a draft model 0: a step in which it does not run
 
     @property
     def tokens_per_row(self) -> int:

@@ -37,7 +37,8 @@ def geometry(inputs: StepInputs, rows: Rows, shape: StepShape, null_row: int) ->
     may_draft = is_decode & (inputs.lane_is_masked == 0) & (rows.may_draft[row] > 0)
     most = jnp.clip(jnp.minimum(rows.drafts.count[row], rows.end[row] - length - 1), 0, shape.drafts)
     num_drafts = draft_choice.choose(rows.drafts.survival[row], jnp.where(may_draft, most, 0), inputs.num_drafts)
-    own = jnp.where(is_decode, 1 + num_drafts, 0)
+    # Without drafts a row's token stands in its lane, as decode ops take it; that of a row that has ended is dead.
+    own = jnp.where(is_decode if shape.drafts else lanes < inputs.num_decode, 1 + num_drafts, 0)
     cu_seqlens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(own, dtype=jnp.int32)])
     first_chunk = cu_seqlens[-1]
 
@@ -60,7 +61,7 @@ def geometry(inputs: StepInputs, rows: Rows, shape: StepShape, null_row: int) ->
         lane_samples=is_decode | (is_chunk & (inputs.chunk_is_last[chunk_of_lane] > 0)),
         sample_token=jnp.where(is_decode, cu_seqlens[:-1], last_of_chunk)[:, None] + jnp.arange(1 + shape.drafts),
         lane_position=jnp.where(is_chunk, chunk_end[chunk_of_lane], length + 1),
-        token_live=token < end,
+        token_live=(token < end) & (in_prefill | is_decode[lane]),
         token_row=jnp.where(in_prefill, chunk_rows[chunk], row[lane]),
         token_position=jnp.where(
             in_prefill, inputs.chunk_starts[chunk] + packed - inputs.cu_seqlens[chunk], length[lane] + offset
@@ -68,7 +69,7 @@ def geometry(inputs: StepInputs, rows: Rows, shape: StepShape, null_row: int) ->
         chunk_rows=chunk_rows,
         end=end,
     )
-    drafted = rows.drafts.tokens[row[lane], jnp.clip(offset - 1, 0, shape.drafts - 1)]
+    drafted = rows.drafts.tokens[row[lane], jnp.clip(offset - 1, 0, max(0, shape.drafts - 1))]
     own_ids = jnp.where(offset == 0, rows.last_token[row[lane]], drafted)
     token_ids = _with_chunks(jnp.where(in_prefill, 0, own_ids), inputs, first_chunk, shape)
     return VerifyGeometry(tokens, cu_seqlens, num_drafts, length, token_ids)

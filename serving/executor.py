@@ -136,7 +136,13 @@ class DeviceExecutor:
         self._replicated = NamedSharding(program.mesh, REPLICATED)
         self._watch = CompileWatch()
         self._shapes = (
-            executor_plan.buckets(limits.num_rows, limits.max_step_tokens, limits.draft_tokens)
+            executor_plan.buckets(
+                limits.num_rows,
+                limits.max_step_tokens,
+                limits.draft_tokens,
+                # A CPU's loops end at the tokens that are there, so that one program serves both kinds of step.
+                rests=program.mesh.devices.flat[0].platform != "cpu",
+            )
             if shapes is None
             else tuple(shapes)
         )
@@ -181,7 +187,9 @@ class DeviceExecutor:
 
     def _submit(self, plan: StepPlan) -> None:
         shape = executor_plan.choose_bucket(plan, self._shapes)
-        inputs = executor_plan.fill(plan, shape, self._program.cache_shape)
+        inputs = executor_plan.fill(
+            plan, shape, self._program.cache_shape, has_draft_model=self.limits.draft_tokens > 0
+        )
         page_pieces = list(executor_plan.page_pieces(plan, self._program.cache_shape))
         try:
             packed = jax.device_put(pack(inputs), self._replicated)
@@ -292,13 +300,17 @@ class DeviceExecutor:
             "dtype": jax.numpy.dtype(self._program.dtype).name,
             "shard_latents": self._program.parallel.shard_latents,
             "whole_experts": self._program.parallel.whole_experts,
-            "programs": [f"rows {s.rows} x prefill {s.prefill_tokens}" for s in self._shapes],
+            "programs": [self._name(shape) for shape in self._shapes],
             "programs_compiled": report.num_compiled,
             "programs_loaded": report.num_loaded,
             "compile_seconds": round(report.seconds, 1),
             "compiles_after_ready": self.compiles_after_ready,
             "kernels": {choice.op: f"{choice.backend}: {choice.reason}" for choice in self._kernels},
         }
+
+    def _name(self, shape: StepShape) -> str:
+        rests = ", no drafts" if self.limits.draft_tokens and not shape.drafts else ""
+        return f"rows {shape.rows} x prefill {shape.prefill_tokens}{rests}"
 
     def _wait_for_dispatch(self) -> None:
         self._dispatcher.submit(lambda: None).result()

@@ -22,22 +22,31 @@ ROW_BUCKETS = (8, 32, 128)
 PREFILL_BUCKETS = (0, 512, 2048)
 
 
-def buckets(max_rows: int, max_prefill: int, drafts: int = 0) -> tuple[StepShape, ...]:
-    """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact."""
+def buckets(max_rows: int, max_prefill: int, drafts: int = 0, *, rests: bool = False) -> tuple[StepShape, ...]:
+    """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact.
+
+    With `drafts`, `rests` adds one for each row bucket, of decode steps in which the draft model does not run.
+    """
     rows = [r for r in ROW_BUCKETS if r < max_rows] + [max_rows]
     prefill = [p for p in PREFILL_BUCKETS if p < max_prefill] + [max_prefill]
-    return tuple(StepShape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows)
+    resting = [StepShape(rows=r, prefill_tokens=0) for r in rows] if drafts and rests else []
+    return (*resting, *(StepShape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows))
 
 
 def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
-    """The smallest bucket that holds the plan. Raises `StepRejected` when none does."""
+    """The smallest bucket that holds the plan; one without drafts only if it neither verifies nor makes any.
+
+    Raises `StepRejected` when none does.
+    """
+    drafts = max(shape.drafts for shape in shapes) if plan.num_drafts or plan.is_drafting else 0
     lanes = len(plan.decode_rows) + len(plan.chunks)
     num_pages = len(appended_pages(plan))
     prefill = sum(len(chunk.token_ids) for chunk in plan.chunks)
     fitting = [
         shape
         for shape in shapes
-        if shape.rows >= max(lanes, len(plan.admitted))
+        if shape.drafts >= drafts
+        and shape.rows >= max(lanes, len(plan.admitted))
         and shape.max_copies >= len(plan.slot_copies)
         and shape.prefill_tokens >= prefill
         and shape.max_pages >= num_pages
@@ -47,7 +56,7 @@ def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
     return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows))
 
 
-def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
+def fill(plan: StepPlan, shape: StepShape, cache: CacheShape, *, has_draft_model: bool = False) -> StepInputs:
     """The plan as arrays of `shape`. Raises `StepRejected` for ids outside the pools."""
     inputs = neutral(shape, cache.null_row)
     lanes = [*plan.decode_rows, *(chunk.row for chunk in plan.chunks)]
@@ -55,6 +64,8 @@ def fill(plan: StepPlan, shape: StepShape, cache: CacheShape) -> StepInputs:
     _check_ids("row", lanes, 0, cache.num_rows)
     if len(set(lanes)) < len(lanes):
         raise StepRejected(f"a row occurs twice in the step's rows {lanes}")
+    if plan.boundary_slots and not has_draft_model:
+        raise StepRejected("a boundary slot was planned for a step without a draft model")
     _draft(inputs, plan, lanes, shape, cache)
     inputs.num_decode[...] = len(plan.decode_rows)
     inputs.num_chunks[...] = len(plan.chunks)
@@ -101,8 +112,6 @@ def _draft(inputs: StepInputs, plan: StepPlan, lanes: Sequence[int], shape: Step
     for mask in plan.token_masks:
         if mask.row in lanes:
             inputs.lane_is_masked[lanes.index(mask.row)] = 1
-    if plan.boundary_slots and not shape.drafts:
-        raise StepRejected("a boundary slot was planned for a step without drafts")
     _check_ids("slot", [boundary.slot for boundary in plan.boundary_slots], 1, cache.num_slots)
     for row, slot in plan.boundary_slots:
         if row not in plan.decode_rows:

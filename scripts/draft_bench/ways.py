@@ -20,6 +20,7 @@ from k3jax.pallas import dispatch
 from k3jax.params import Tree
 from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
+from serving import executor_plan
 from serving.executor import DeviceExecutor
 from serving.executor_limits import limits_of
 from serving.launch import DEMO_DRAFT_FOLDER, DEMO_FOLDER
@@ -135,7 +136,8 @@ def build(
         unstacked=device.platform == "cpu",
     )
     limits = limits_of(program, max_step_tokens=PREFILL[-1], identity=f"bench {target.name} {draft} {rollback}")
-    shapes = [program.shape_of(rows=rows, prefill_tokens=prefill) for prefill in PREFILL]
+    shapes = executor_plan.buckets(rows, PREFILL[-1], limits.draft_tokens, rests=device.platform != "cpu")
+    shapes = [shape for shape in shapes if shape.rows == rows]
     return DeviceExecutor(
         program, weights, limits, kernels=kernels, shapes=shapes, measures_costs=measures_costs and drafting is not None
     )

@@ -22,6 +22,7 @@ from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.sharding.rules import param_shardings
 from k3jax.step import MixedBatch
+from serving import executor_plan
 from serving.core.types import (
     GenerationRequest,
     OutputDelta,
@@ -67,6 +68,7 @@ def device_executor(
     max_step_tokens: int = 128,
     drafting: Drafting | None = None,
     measures_costs: bool = False,
+    rests: bool = False,
     **parallel_options: bool,
 ) -> DeviceExecutor:
     """Random weights in float64 on `tp` devices, the same ones for every `tp`. So are those of a draft."""
@@ -102,7 +104,10 @@ def device_executor(
         )
         _, kernels = dispatch.choose(dispatch.Situation(platform="cpu", config=CONFIG, dtype=jnp.float64))
         weights = jax.device_put(values, param_shardings(tree, mesh, parallel))
-        return DeviceExecutor(program, weights, limits, kernels=kernels, store=store, measures_costs=measures_costs)
+        shapes = executor_plan.buckets(num_rows, max_step_tokens, limits.draft_tokens, rests=rests)
+        return DeviceExecutor(
+            program, weights, limits, kernels=kernels, store=store, shapes=shapes, measures_costs=measures_costs
+        )
 
 
 def draft_of(kind: str = "gqa", *, tokens: int = 4, **changes: Any) -> Drafting:

@@ -10,6 +10,8 @@ import random
 
 import pytest
 
+from serving import executor_plan
+from serving.core.draft_policy import DraftChoice, DraftPolicy
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import GenerationRequest
 from serving.executor import DeviceExecutor
@@ -75,14 +77,16 @@ def _plain() -> DeviceExecutor:
 
 
 @functools.lru_cache(maxsize=2)
-def drafting_executor(kind: str, rollback="replay") -> DeviceExecutor:
-    """Drafts of the oracle for any of its kinds, else of a random draft model of `kind`."""
+def drafting_executor(kind: str, rollback="replay", rests: bool = False) -> DeviceExecutor:
+    """Drafts of the oracle for any of its kinds, else of a random draft model of `kind`. `rests`: with programs in
+    which the draft model does not run, as on a GPU."""
     build = functools.partial(
         device_executor,
         num_rows=8,
         num_slots=20,
         store=HostMemoryStore(2**24),
         drafting=draft_of("mla" if kind == "mla" else "gqa", rollback=rollback),
+        rests=rests,
     )
     if kind != "oracle":
         return build()
@@ -95,9 +99,11 @@ def drafting_executor(kind: str, rollback="replay") -> DeviceExecutor:
         return build()
 
 
-def serve(kind: str, seed: int, setting: Setting, rollback="replay") -> tuple[list[dict[str, list[int]]], StepLoop]:
+def serve(
+    kind: str, seed: int, setting: Setting, rollback="replay", rests: bool = False
+) -> tuple[list[dict[str, list[int]]], StepLoop]:
     """The tokens of every repetition, and the loop; the executor is empty again."""
-    executor = drafting_executor("oracle" if kind in KINDS else kind, rollback)
+    executor = drafting_executor("oracle" if kind in KINDS else kind, rollback, rests)
     requests = functools.partial(numbered, kind=kind) if kind in KINDS else numbered
     served = without.serve(executor, seed, setting, requests)
     executor.reset()
@@ -130,6 +136,38 @@ def test_random_mixes_with_mixed_drafts_get_the_same_tokens(name, seed):
 @pytest.mark.slow
 def test_snapshots_change_no_token():
     answers, _ = serve("mixed", SEED, SETTINGS["parking"], rollback="snapshot")
+    assert answers == [expected(SEED)] * len(answers)
+
+
+@pytest.fixture
+def draws_choices(monkeypatch) -> None:
+    """Steps verify any number of drafts, and the draft model runs or rests, at random."""
+    draw = random.Random(0)
+
+    def choose(self: DraftPolicy, requests, room: int) -> DraftChoice:
+        held = sum(self.most_drafts(request) for request in requests if request.has_drafts)
+        return DraftChoice(draw.choice([0, min(room, held)]), draw.random() < 0.4)
+
+    monkeypatch.setattr(DraftPolicy, "choose", choose)
+
+
+@pytest.mark.parametrize("name", ["warm cache", "parking"])
+def test_steps_in_which_the_draft_model_rests_change_no_token(name, draws_choices, monkeypatch):
+    shapes = []
+    monkeypatch.setattr(
+        executor_plan, "choose_bucket", lambda *a, old=executor_plan.choose_bucket: shapes.append(old(*a)) or shapes[-1]
+    )
+    answers, loop = serve("mixed", SEED, SETTINGS[name], rests=True)
+    assert answers == [expected(SEED)] * len(answers)
+    assert loop.stats().accepted_draft_tokens_total > 0
+    rested = [shape.drafts == 0 for shape in shapes]
+    assert any(rested)
+    assert not all(rested)
+
+
+@pytest.mark.slow
+def test_resting_steps_change_no_token_beside_snapshots(draws_choices):
+    answers, _ = serve("mixed", SEED, SETTINGS["warm cache"], rollback="snapshot", rests=True)
     assert answers == [expected(SEED)] * len(answers)
 
 

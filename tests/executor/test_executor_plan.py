@@ -241,3 +241,17 @@ def test_exports_and_copies_are_checked_against_the_rule_and_the_pool():
     copies = tuple(SlotCopy(source=1, target=2) for _ in range(5))
     with pytest.raises(StepRejected, match="5 slot copies"):
         executor_plan.fill(StepPlan(step=0, slot_copies=copies, decode_rows=(0,)), shape, CACHE)
+
+
+def test_a_bucket_without_drafts_takes_only_steps_that_neither_verify_nor_make_any():
+    shapes = buckets(8, 64, drafts=3, rests=True)
+    resting, full = StepShape(rows=8, prefill_tokens=0), StepShape(rows=8, prefill_tokens=0, drafts=3)
+    assert [shape for shape in shapes if not shape.drafts] == [resting]
+
+    def chosen(**plan) -> StepShape:
+        return choose_bucket(StepPlan(step=0, decode_rows=(0, 1), **plan), shapes)
+
+    assert chosen(num_drafts=0, is_drafting=False) == resting
+    assert chosen(num_drafts=0, is_drafting=True) == full
+    assert chosen(num_drafts=2, is_drafting=False) == full
+    assert buckets(8, 64, rests=True) == buckets(8, 64)
