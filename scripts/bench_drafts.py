@@ -9,13 +9,13 @@ pool holds by either rollback, beside the published figure; `idle`, how long a G
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -23,13 +23,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from bench.turns import alone  # noqa: E402
 from draft_bench import capacity, gpu_idle, ways  # noqa: E402
 from engine_bench.harness import GREEDY, compare, emit, serve  # noqa: E402
 
 from k3jax import presets  # noqa: E402
 from k3jax.chat import load_chat_literals, render_chat  # noqa: E402
 from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
-from k3jax.draft_state import Drafting  # noqa: E402
+from k3jax.draft_state import Drafting, Rollback  # noqa: E402
 from k3jax.sharding.collectives import Parallel  # noqa: E402
 from k3jax.sharding.mesh import AXES  # noqa: E402
 from k3jax.tokenizer import load_tokenizer  # noqa: E402
@@ -49,7 +50,9 @@ def main() -> int:
     args = parse()
     keep_loops_on_the_gpu()
     dtype = jnp.dtype(args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    target = ways.demo(dtype) if args.model == "demo" else ways.rank_slice(args.layers, dtype)
+    target = (
+        ways.demo(dtype, args.kernels) if args.model == "demo" else ways.rank_slice(args.layers, dtype, args.kernels)
+    )
     emit(model=target.name, device=jax.devices()[0].device_kind, dtype=dtype.name)
     bench = Bench(args, target)
     for name in args.section or SECTIONS:
@@ -66,6 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens per request at most (default: 64)")
     parser.add_argument("--questions", type=int, default=50, help="questions of each set (default: 50)")
     parser.add_argument("--repeats", type=int, default=5, help="runs per figure; medians are printed (default: 5)")
+    parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="default: auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
     return parser.parse_args()
 
@@ -79,6 +83,16 @@ class Bench:
         self.concurrencies = [int(count) for count in args.concurrency.split(",")]
         self.rows = max(8, *self.concurrencies)
         self.random = np.random.default_rng(0)
+        self._executors: dict[tuple[str | None, Rollback], DeviceExecutor] = {}
+
+    def executors(self, *ways_to_draft: tuple[str | None, Rollback]) -> list[DeviceExecutor]:
+        """One for each draft and rollback, those not there yet built side by side. All share the target's weights, so
+        none is closed before the end."""
+        missing = [way for way in ways_to_draft if way not in self._executors]
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            built = pool.map(lambda way: ways.build(self.target, way[0], rows=self.rows, rollback=way[1]), missing)
+            self._executors.update(zip(missing, built, strict=True))
+        return [self._executors[way] for way in ways_to_draft]
 
     def loop(self, executor: DeviceExecutor, *, adaptive: bool = True) -> StepLoop:
         policy = SchedulerPolicy(prefix_cache=False, adaptive_verification=adaptive)
@@ -98,7 +112,7 @@ class Bench:
         """Tokens per verify step, bonus included, every draft verified."""
         if self.target.name != "demo":
             return
-        executor = ways.build(self.target, "trained", rows=self.rows)
+        (executor,) = self.executors(("trained", "replay"))
         for temperature in (0.0, 1.0):
             for split, prompts in questions(self.args.questions).items():
                 loop = self.loop(executor, adaptive=False)
@@ -114,15 +128,18 @@ class Bench:
                     tokens_per_step=1 + stats.accepted_draft_tokens_total / steps,
                     by_position=[round(count / steps, 3) for count in stats.accepted_draft_tokens_by_position],
                 )
-        executor.close()
 
     def speed(self) -> None:
         """Tokens per second of the same requests, way by way in turn."""
-        names: dict[str, dict[str, Any]] = {"no draft": {"draft": None}}
+        names: dict[str, tuple[str | None, Rollback]] = {"no draft": (None, "replay")}
         for draft in self.target.drafts:
-            names[f"{draft} draft"] = {"draft": draft, "measures_costs": True}
-            names[f"{draft} draft, snapshots"] = {"draft": draft, "rollback": "snapshot", "measures_costs": True}
-        executors = {name: ways.build(self.target, rows=self.rows, **how) for name, how in names.items()}
+            names[f"{draft} draft"] = (draft, "replay")
+            names[f"{draft} draft, snapshots"] = (draft, "snapshot")
+        executors = dict(zip(names, self.executors(*names.values()), strict=True))
+        for executor in executors.values():
+            if executor.limits.draft_tokens and not executor.limits.step_costs:
+                with alone():
+                    executor.measure_costs()
         for concurrency in self.concurrencies:
             loops = {name: self.loop(executor) for name, executor in executors.items()}
             runs: dict[str, Callable[[], float]] = {
@@ -138,9 +155,8 @@ class Bench:
                         concurrency=concurrency,
                         drafted_per_step=stats.draft_tokens_total / stats.verify_rows_total,
                         accepted_per_step=stats.accepted_draft_tokens_total / stats.verify_rows_total,
+                        steps_per_s=stats.steps_total / sum(stats.step_seconds.values()),
                     )
-        for executor in executors.values():
-            executor.close()
 
     def _tokens_per_s(self, loop: StepLoop, concurrency: int) -> float:
         self.random = np.random.default_rng(concurrency)  # every way answers the same
@@ -170,18 +186,25 @@ class Bench:
             )
 
     def idle(self) -> None:
-        """GPU time between the last kernel of a step and the first of the next, one request, overlap on."""
+        """GPU time between the last kernel of a step and the first of the next, one request, overlap on; an upper
+        bound of it."""
         if jax.default_backend() != "gpu":
             emit(bench="idle", skipped="only a GPU has kernels to look at")
             return
         draft = next(iter(self.target.drafts))
-        for name, how in {"no draft": None, f"{draft} draft": draft}.items():
-            executor = ways.build(self.target, how, rows=8)
+        for name, way in {"no draft": (None, "replay"), f"{draft} draft": (draft, "replay")}.items():
+            (executor,) = self.executors(way)
             loop = self.loop(executor, adaptive=False)
             self._tokens_per_s(loop, 1)
-            gaps = gpu_idle.gaps_us(lambda loop=loop: self._tokens_per_s(loop, 1))
+
+            def work(loop: StepLoop = loop) -> int:
+                before = loop.stats().steps_total
+                self._tokens_per_s(loop, 1)
+                return loop.stats().steps_total - before
+
+            with alone():
+                gaps = gpu_idle.gaps_us(work)
             emit(bench="idle", way=name, steps=len(gaps), median_us=statistics.median(gaps[:200]))
-            executor.close()
 
 
 def questions(count: int) -> dict[str, list[tuple[int, ...]]]:

@@ -165,10 +165,7 @@ class DeviceExecutor:
         if measures_costs and limits.draft_tokens:
             if progress:
                 progress("measuring steps with drafts")
-            path = executor_costs.stored_at(cache, program, self._shapes)
-            costs = executor_costs.load_or_measure(self, self._row_buckets, program.cache_shape, path)
-            self.limits = dataclasses.replace(limits, step_costs=costs)
-            self.reset()
+            self.measure_costs()
         self._programs_at_ready = self._watch.num_programs
 
     @property
@@ -179,6 +176,16 @@ class DeviceExecutor:
     def compiles_after_ready(self) -> int:
         """Compilations since start-up; anything but 0 is a bug."""
         return self._watch.num_programs - self._programs_at_ready
+
+    def measure_costs(self) -> None:
+        """Time steps with more and fewer drafts, or read what an earlier start timed, and note it in the limits.
+
+        Leaves the pools empty: nothing may be running.
+        """
+        path = executor_costs.stored_at(self._cache, self._program, self._shapes)
+        costs = executor_costs.load_or_measure(self, self._row_buckets, self._program.cache_shape, path)
+        self.limits = dataclasses.replace(self.limits, step_costs=costs)
+        self.reset()
 
     def submit(self, plan: StepPlan) -> None:
         """Dispatch `plan`. Raises `StepRejected` before dispatch, `DeviceFailure` after."""

@@ -10,6 +10,8 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from bench.turns import alone
+
 REPLAYS = 15
 MIN_CALLS = 32
 
@@ -33,13 +35,14 @@ def graph_us(kernel: Callable, calls: Sequence[tuple]) -> float:
             for call in calls:
                 run(*call)
     times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / (rounds * len(calls)))
+    with alone():
+        for _ in range(REPLAYS):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3 / (rounds * len(calls)))
     return sorted(times)[len(times) // 2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 import tempfile
 import warnings
@@ -18,39 +19,42 @@ class Kernel(NamedTuple):
 
     start_ns: float
     end_ns: float
-    op: str
-    run: int | None  # number of the program's execution; None where the trace has none
+    name: str
 
 
-def gaps_us(work: Callable[[], Any]) -> list[float]:
-    """Trace `work` and return the gaps between its steps in order. Raises `ValueError` when no step is in the trace."""
+def gaps_us(work: Callable[[], int]) -> list[float]:
+    """Trace `work`, which returns the number of its steps, and give the gaps between them in order.
+
+    Raises `ValueError` when the steps cannot be told apart in the trace.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            work()
+            num_steps = work()
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        gaps = step_gaps_us(_kernels(jax.profiler.ProfileData.from_file(str(file))))
-    if not gaps:
-        raise ValueError("the trace has no two steps on a GPU")
-    return gaps
+        return step_gaps_us(_kernels(jax.profiler.ProfileData.from_file(str(file))), num_steps)
 
 
-def step_gaps_us(kernels: Iterable[Kernel]) -> list[float]:
-    """Time from the last kernel of every step to the first of the next one; 0 where they overlap.
+def step_gaps_us(kernels: Iterable[Kernel], num_steps: int) -> list[float]:
+    """An upper bound of the time from the last kernel of every step to the first of the next one.
 
-    Where the trace does not number executions, a step begins with the operation that the first one began with.
+    Kernels inside command buffers do not say which execution they belong to. So a kernel that runs once a step marks
+    the periods, and the longest time without any kernel is taken of each: the one between two steps is among them.
     """
     ordered = sorted(kernels)
-    if not ordered:
-        return []
-    first = ordered[0]
-    gaps, end, run = [], first.end_ns, first.run
-    for kernel in ordered[1:]:
-        is_new = kernel.op == first.op if kernel.run is None else kernel.run != run
-        if is_new:
-            gaps.append(max(0.0, kernel.start_ns - end) / 1e3)
-            run = kernel.run
-        end = max(end, kernel.end_ns)
-    return gaps
+    counts = collections.Counter(kernel.name for kernel in ordered)
+    marker = next((kernel.name for kernel in ordered if counts[kernel.name] == num_steps), None)
+    if marker is None:
+        found = dict(counts.most_common(5))
+        raise ValueError(f"no kernel ran once in each of {num_steps} steps; {len(ordered)} kernels, among them {found}")
+    gaps: list[float] = []
+    end = None
+    for kernel in ordered:
+        if gaps and end is not None:
+            gaps[-1] = max(gaps[-1], (kernel.start_ns - end) / 1e3)
+        if kernel.name == marker:
+            gaps.append(0.0)
+        end = max(end or 0.0, kernel.end_ns)
+    return gaps[:-1]
 
 
 def _kernels(trace: Any) -> Iterator[Kernel]:
@@ -65,6 +69,4 @@ def _kernels(trace: Any) -> Iterator[Kernel]:
                     warnings.simplefilter("ignore", DeprecationWarning)  # of the reader's own types
                     stats = dict(event.stats)
                 if STEP_MODULE in str(stats.get("hlo_module", "")):
-                    start = event.start_ns
-                    run = stats.get("run_id")
-                    yield Kernel(start, start + event.duration_ns, str(stats.get("hlo_op", event.name)), run)
+                    yield Kernel(event.start_ns, event.start_ns + event.duration_ns, event.name)

@@ -16,7 +16,7 @@ from k3jax.draft_config import DraftConfig
 from k3jax.draft_loading import load_draft, open_draft
 from k3jax.draft_rope import Rope
 from k3jax.draft_state import AcceptanceRule, Drafting, Rollback
-from k3jax.pallas import dispatch
+from k3jax.pallas import dispatch, expert_load
 from k3jax.params import Tree
 from k3jax.programs import StepProgram
 from k3jax.sharding.mesh import make_mesh, parallel_of
@@ -39,9 +39,25 @@ class Target:
     weights: Tree
     dtype: Any
     drafts: dict[str, tuple[DraftConfig, Tree]]
+    kernels: dispatch.Kernels
+
+    def situation(self, device: jax.Device) -> dispatch.Situation:
+        """What the choice of kernels depends on."""
+        return dispatch.Situation.on(
+            device, config=self.config, dtype=self.dtype, has_mxfp4_experts="w13_packed" in self.tree["moe"]
+        )
+
+    def arranged(self) -> Target:
+        """The same with experts as their kernels read them, if these were chosen; consumes the weights."""
+        mesh = make_mesh()
+        ops, _ = dispatch.choose(self.situation(mesh.devices.flat[0]), self.kernels)
+        if not dispatch.wants_repacked_experts(ops):
+            return self
+        weights = expert_load.repack(self.tree, self.weights, mesh, parallel_of(mesh))
+        return dataclasses.replace(self, tree=expert_load.repacked_tree(self.tree), weights=weights)
 
 
-def demo(dtype: Any) -> Target:
+def demo(dtype: Any, kernels: dispatch.Kernels = "auto") -> Target:
     """The demo with its trained draft, and one of the same shape with random weights."""
     config = K3Config.from_file(DEMO_FOLDER)
     checkpoint = open_checkpoint(DEMO_FOLDER)
@@ -57,17 +73,26 @@ def demo(dtype: Any) -> Target:
             "trained": (folder.config, load_draft(folder, dtype)),
             "random": (folder.config, _random_draft(folder.config, dtype)),
         },
-    )
+        kernels=kernels,
+    ).arranged()
 
 
-def rank_slice(layers: int, dtype: Any) -> Target:
+def rank_slice(layers: int, dtype: Any, kernels: dispatch.Kernels = "auto") -> Target:
     """K3's widths on one rank of eight, with a random draft of the first published shape, divided likewise."""
     config = slice_config(layers)
     tree = params.abstract(config)
     draft = published_draft(config, divided_by=DEGREE)
     weights = random_weights(config, tree, dtype)
     drafts = {"random": (draft, _random_draft(draft, dtype))}
-    return Target(name=f"slice of {layers}", config=config, tree=tree, weights=weights, dtype=dtype, drafts=drafts)
+    return Target(
+        name=f"slice of {layers}",
+        config=config,
+        tree=tree,
+        weights=weights,
+        dtype=dtype,
+        drafts=drafts,
+        kernels=kernels,
+    ).arranged()
 
 
 def published_draft(target: K3Config, divided_by: int = 1) -> DraftConfig:
@@ -102,7 +127,6 @@ def build(
     tokens: int | None = None,
     rollback: Rollback = "replay",
     rule: AcceptanceRule = "standard",
-    measures_costs: bool = False,
 ) -> DeviceExecutor:
     """An executor with one row bucket. Without `tokens` the draft's whole block is verified."""
     tree, weights, drafting = target.tree, target.weights, None
@@ -116,14 +140,10 @@ def build(
         num_rows=rows, num_pages=rows * PAGES_PER_ROW + 1, num_slots=2 * rows + 1, pages_per_row=PAGES_PER_ROW
     )
     device = mesh.devices.flat[0]
-    situation = dispatch.Situation.on(
-        device,
-        config=target.config,
-        dtype=target.dtype,
-        drafts=drafting.tokens if drafting else None,
-        rollback=rollback,
+    situation = dataclasses.replace(
+        target.situation(device), drafts=drafting.tokens if drafting else None, rollback=rollback
     )
-    ops, kernels = dispatch.choose(situation)
+    ops, choices = dispatch.choose(situation, target.kernels)
     program = StepProgram(
         config=target.config,
         cache_shape=shape,
@@ -138,9 +158,7 @@ def build(
     limits = limits_of(program, max_step_tokens=PREFILL[-1], identity=f"bench {target.name} {draft} {rollback}")
     shapes = executor_plan.buckets(rows, PREFILL[-1], limits.draft_tokens, rests=device.platform != "cpu")
     shapes = [shape for shape in shapes if shape.rows == rows]
-    return DeviceExecutor(
-        program, weights, limits, kernels=kernels, shapes=shapes, measures_costs=measures_costs and drafting is not None
-    )
+    return DeviceExecutor(program, weights, limits, kernels=choices, shapes=shapes)
 
 
 def _random_draft(config: DraftConfig, dtype: Any) -> Tree:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from bench.turns import alone
+
 from serving.core.types import GenerationRequest, SamplingParams
 from serving.executor import DeviceExecutor
 from serving.step_loop import StepLoop
@@ -84,11 +86,12 @@ def compare(
 ) -> dict[str, float]:
     """Run the ways in turn, several times, after one warm-up of each; print medians and ratios to the first."""
     values: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(repeats + 1):
-        for way, run in ways.items():
-            value = run()
-            if turn:
-                values[way].append(value)
+    with alone():
+        for turn in range(repeats + 1):
+            for way, run in ways.items():
+                value = run()
+                if turn:
+                    values[way].append(value)
     medians = {way: statistics.median(found) for way, found in values.items()}
     first = next(iter(medians))
     ratios = {f"{first} / {way}": medians[first] / value for way, value in medians.items() if way != first}

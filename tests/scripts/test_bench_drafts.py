@@ -49,13 +49,14 @@ def test_in_pools_of_their_own_a_request_saves_its_states():
     assert saved == {69 * 8 * (state - record)}
 
 
-def test_a_gap_lies_between_the_last_kernel_of_a_step_and_the_first_of_the_next():
+def test_a_gap_is_the_longest_of_its_step_marked_by_a_kernel_that_runs_once():
     from draft_bench.gpu_idle import Kernel, step_gaps_us
 
-    def step(start, run):
-        return [Kernel(start, start + 500, "a", run), Kernel(start + 400, start + 2000, "b", run)]
+    def step(start):
+        loop = [Kernel(start + turn * 600, start + turn * 600 + 500, "loop") for turn in range(3)]
+        return [*loop, Kernel(start + 1700, start + 2000, "once")]
 
-    numbered = [*step(0, 1), *step(5000, 2), *step(6000, 3)]
-    assert step_gaps_us(reversed(numbered)) == [3.0, 0.0]
-    assert step_gaps_us(kernel._replace(run=None) for kernel in numbered) == [3.0, 0.0]
-    assert step_gaps_us([]) == []
+    kernels = [*step(0), *step(5000), *step(7050), *step(9000)]
+    assert step_gaps_us(reversed(kernels), 4) == [3.0, 0.1, 0.1]
+    with pytest.raises(ValueError, match="no kernel ran once in each of 3 steps"):
+        step_gaps_us(kernels, 3)
