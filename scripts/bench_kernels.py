@@ -25,23 +25,33 @@ OPS = (
     "router",
     "short-conv",
 )
+GROUPS = {
+    "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill"),
+    "moe": ("router", "experts", "moe-tail"),
+}
 SHAPE = ("op", "heads", "batch", "seq", "tokens", "experts", "inter")  # what a line of ours must share with a peer's
 
 
 def main() -> int:
     """Run the benchmark and print its table; exit status 1 when a line failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", required=True, choices=OPS, help="what to time")
+    parser.add_argument(
+        "--op", required=True, choices=(*OPS, *GROUPS), help="what to time; kda and moe: all of their kernels"
+    )
     parser.add_argument("--peers", type=pathlib.Path, metavar="FILE", help="the peers' JSON lines")
     parser.add_argument("arguments", nargs="*", help="arguments of the op's own benchmark, after --")
     args = parser.parse_args()
-    script = BENCHES / f"{args.op.replace('-', '_')}.py"
-    command = [sys.executable, str(script), *args.arguments]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     peers = parse_lines(args.peers.read_text(encoding="utf-8")) if args.peers else []
-    rows = parse_lines(result.stdout)
+    rows = [row for op in GROUPS.get(args.op, (args.op,)) for row in run(op, args.arguments)]
     print(table(rows, peers))
     return 1 if any("failed" in row for row in rows) else 0
+
+
+def run(op: str, arguments: list[str]) -> list[dict]:
+    """The lines of one op's benchmark, in its own process."""
+    script = BENCHES / f"{op.replace('-', '_')}.py"
+    command = [sys.executable, str(script), *arguments]
+    return parse_lines(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def parse_lines(text: str) -> list[dict]:

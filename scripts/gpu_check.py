@@ -27,6 +27,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
+from k3jax.pallas.dispatch import Kernels  # noqa: E402
 
 MARGIN = 0.5
 QUESTIONS = ROOT / "demo" / "questions.jsonl"
@@ -41,24 +42,36 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "moe-tail": ("moe_tail", "check_moe_tail"),
     "router": ("router", "check_router"),
 }
+GROUPS = {
+    "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill"),
+    "moe": ("router", "experts", "moe-tail"),
+}
 
 
 def main() -> int:
     """Run the checks asked for; exit status 1 when one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--op", action="append", choices=("step", "demo", *KERNEL_CHECKS), help="check to run; repeat for several"
+        "--op",
+        action="append",
+        choices=("step", "demo", *KERNEL_CHECKS, *GROUPS),
+        help="check to run, or kda or moe for all of their kernels; repeat for several",
     )
+    parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="of step and demo")
     parser.add_argument("--questions", type=int, default=50, help="known questions to ask (default: 50)")
     parser.add_argument("--answer", metavar="DTYPE", help=argparse.SUPPRESS)  # one side of `demo`, in its own process
     args = parser.parse_args()
     keep_loops_on_the_gpu()  # as the server does
     if args.answer:
-        return answer(args.answer, args.questions)
+        return answer(args.answer, args.questions, args.kernels)
     if not args.op:
         parser.error("name a check with --op")
-    checks = {"step": check_step, "demo": lambda: check_demo(args.questions)}
-    results = [checks[op]() if op in checks else check_kernel(op) for op in args.op]
+    checks = {
+        "step": lambda: check_step(args.kernels),
+        "demo": lambda: check_demo(args.questions, args.kernels),
+    }
+    ops = [single for op in args.op for single in GROUPS.get(op, (op,))]
+    results = [checks[op]() if op in checks else check_kernel(op) for op in ops]
     return 0 if all(results) else 1
 
 
@@ -69,13 +82,13 @@ def check_kernel(op: str) -> bool:
     return getattr(importlib.import_module(f"checks.{module}"), function)()
 
 
-def check_step() -> bool:
+def check_step(kernels: Kernels) -> bool:
     """Compile the mixed program for big pools and read it."""
     import jax
     import jax.numpy as jnp
 
     from k3jax import cache, params, presets
-    from k3jax.pallas import dispatch
+    from k3jax.pallas import dispatch, expert_load
     from k3jax.program_text import ArrayType, parse, pool_copies
     from k3jax.programs import StepProgram
     from k3jax.sharding.mesh import make_mesh, parallel_of
@@ -84,14 +97,15 @@ def check_step() -> bool:
     mesh = make_mesh()
     shape = cache.CacheShape(num_rows=64, num_pages=20_001, num_slots=1025, pages_per_row=256)
     situation = dispatch.Situation.on(jax.devices()[0], config=presets.demo(), dtype=jnp.bfloat16)
+    ops, tree = dispatch.choose(situation, kernels)[0], params.abstract(presets.demo())
     program = StepProgram(
         config=presets.demo(),
         cache_shape=shape,
-        tree=params.abstract(presets.demo()),
+        tree=expert_load.repacked_tree(tree) if dispatch.wants_repacked_experts(ops) else tree,
         dtype=jnp.bfloat16,
         mesh=mesh,
         parallel=parallel_of(mesh),
-        ops=dispatch.choose(situation)[0],
+        ops=ops,
     )
     compiled = program.compile(StepShape(rows=64, prefill_tokens=512))
     pools = cache.pool_shapes(program.config, shape, program.dtype)
@@ -111,38 +125,38 @@ def check_step() -> bool:
     return not copies and is_small
 
 
-def check_demo(num_questions: int) -> bool:
+def check_demo(num_questions: int, kernels: Kernels) -> bool:
     """Ask both sides and compare where the CPU was sure."""
-    sides = {name: _ask(name, num_questions) for name in ("float32", "bfloat16")}
+    sides = {name: _ask(name, num_questions, kernels) for name in ("float32", "bfloat16")}
     sure = [i for i, reply in enumerate(sides["float32"]) if reply["margin"] > MARGIN]
     same = [i for i, reply in enumerate(sides["float32"]) if reply["token_ids"] == sides["bfloat16"][i]["token_ids"]]
     wrong = sorted(set(sure) - set(same))
     print(
-        f"demo: {len(same)} of {num_questions} answers equal; {len(sure)} had a smallest margin above {MARGIN} "
-        f"on the CPU, {len(sure) - len(wrong)} of those are equal"
+        f"demo, kernels {kernels}: {len(same)} of {num_questions} answers equal; {len(sure)} had a smallest margin "
+        f"above {MARGIN} on the CPU, {len(sure) - len(wrong)} of those are equal"
     )
     for i in wrong:
         print(f"  {sides['float32'][i]['question']}: {sides['float32'][i]['text']} / {sides['bfloat16'][i]['text']}")
     return not wrong
 
 
-def _ask(dtype: str, num_questions: int) -> list[dict]:
+def _ask(dtype: str, num_questions: int, kernels: Kernels) -> list[dict]:
     environment = dict(os.environ)
     if dtype == "float32":
-        environment["JAX_PLATFORMS"] = "cpu"
-    command = [sys.executable, __file__, "--answer", dtype, "--questions", str(num_questions)]
+        environment["JAX_PLATFORMS"], kernels = "cpu", "xla"
+    command = [sys.executable, __file__, "--answer", dtype, "--questions", str(num_questions), "--kernels", kernels]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def answer(dtype: str, num_questions: int) -> int:
+def answer(dtype: str, num_questions: int, kernels: Kernels) -> int:
     """Print one JSON line per known question: ids, text and the smallest margin between the two best tokens."""
     from k3jax.chat import load_chat_literals, render_chat
     from serving.llm import LLM
 
     lines = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
     questions = [line["question"] for line in lines if line["split"] == "train"][:num_questions]
-    with LLM("demo", dtype=dtype, max_num_seqs=32, max_step_tokens=512, max_model_len=1024) as llm:
+    with LLM("demo", dtype=dtype, kernels=kernels, max_num_seqs=32, max_step_tokens=512, max_model_len=1024) as llm:
         literals, tokenizer = load_chat_literals(ROOT / "demo"), llm._require_tokenizer()
         prompts = [
             render_chat(tokenizer, [{"role": "user", "content": q}], literals=literals, thinking=False)
