@@ -1,12 +1,14 @@
-"""The Mosaic GPU interpreter of the pinned JAX, taught the one thing our kernels need that it lacks.
+"""The Mosaic GPU interpreter of the pinned JAX, taught the two things our kernels need that it lacks.
 
-It looks up both operands of `wgmma` in its shared memory; Hopper also takes the left one from registers.
+It looks up both operands of `wgmma` in its shared memory; Hopper also takes the left one from registers. And it has no
+stores into the shared memory of another block of a cluster (`cluster_store`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import cluster_store
 import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -42,4 +44,5 @@ def _wgmma(**arguments):
 def interpreter() -> plgpu.InterpretGPUParams:
     """Parameters for `interpret=`, with race detection."""
     gpu_callbacks.wgmma = gpu_callbacks.fail_on_exception(_wgmma)
+    cluster_store.install()
     return plgpu.InterpretGPUParams(detect_races=True)
