@@ -9,8 +9,8 @@ kda-decode, kda-verify (with commit), short-conv: every case of their `*_cases.p
 inputs, poisoned pools, against float64; for decode also slots beyond 2^31 elements and 10,000 steps.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
 for bit.
-attn-res, experts, experts-triton, moe-tail, router: every case of their `*_cases.py`, fresh random inputs, against
-float64 and in every integer; for experts also weight stacks beyond 2^31 bytes.
+attn-res, experts, experts-triton, gemm, moe-tail, router: every case of their `*_cases.py`, fresh random inputs,
+against float64 and in every integer; for experts also weight stacks beyond 2^31 bytes, for gemm 2^31 elements.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "attn-res": ("attn_res", "check_attn_res"),
     "moe-tail": ("moe_tail", "check_moe_tail"),
     "router": ("router", "check_router"),
+    "gemm": ("small_gemm", "check_small_gemm"),
 }
 GROUPS = {
     "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill"),
