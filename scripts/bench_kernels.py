@@ -18,6 +18,7 @@ OPS = (
     "attn-res",
     "experts",
     "experts-triton",
+    "gemm",
     "kda-decode",
     "kda-prefill",
     "kda-verify",

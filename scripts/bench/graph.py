@@ -21,10 +21,15 @@ def graph_us(kernel: Callable, calls: Sequence[tuple]) -> float:
 
     Cold if the calls together touch more memory than the L2 cache holds.
     """
-    import torch  # pyright: ignore[reportMissingImports]
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    run = plgpu.as_torch_kernel(kernel)
+    return captured_us(plgpu.as_torch_kernel(kernel), calls)
+
+
+def captured_us(run: Callable, calls: Sequence[tuple]) -> float:
+    """The same for any function of torch arguments that a graph can capture: a peer's, say."""
+    import torch  # pyright: ignore[reportMissingImports]
+
     for call in calls[:2]:
         run(*call)
     torch.cuda.synchronize()
