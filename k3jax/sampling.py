@@ -7,6 +7,7 @@ sort, no gathered vocabulary. Noise is a hash of (seed, position, token id) and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -50,8 +51,18 @@ class Sampled(NamedTuple):
     top_logprobs: Float[Array, "R n"]
 
 
-def sample(logits: Float[Array, "R X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel) -> Sampled:
-    """Choose one token per lane from this rank's share of the logits. Lanes do not interact, dead ones give token 0."""
+def sample(
+    logits: Float[Array, "R X"],
+    controls: Controls,
+    live: Bool[Array, "R"],
+    parallel: Parallel,
+    *,
+    find_threshold: Callable | None = None,
+) -> Sampled:
+    """Choose one token per lane from this rank's share of the logits. Lanes do not interact, dead ones give token 0.
+
+    `find_threshold` has the signature of `keep_threshold`, which it replaces.
+    """
     raw = wide(logits)
     # An infinite logit has no distribution either. Counted, because a maximum over ranks may drop NaN.
     is_nan = parallel.psum(jnp.sum(~(raw < jnp.inf), axis=-1)) > 0
@@ -61,7 +72,7 @@ def sample(logits: Float[Array, "R X"], controls: Controls, live: Bool[Array, "R
 
     def stochastic():
         scaled = scale(adjusted, controls.temperature, parallel)
-        threshold = keep_threshold(scaled, controls, parallel)
+        threshold = (find_threshold or keep_threshold)(scaled, controls, parallel)
         noisy = scaled + gumbel(controls.seed, controls.position, ids, adjusted.dtype)
         kept = jnp.where(scaled >= threshold[:, None], noisy, -jnp.inf)
         return jnp.where(controls.temperature[:, None] > 0, kept, adjusted)
@@ -155,11 +166,11 @@ def keep_threshold(scaled: Float[Array, "R X"], controls: Controls, parallel: Pa
 
 
 def _bisect(values: Float[Array, "R X"], is_enough) -> Float[Array, "R"]:
-    """Largest t such that `is_enough(values >= t)`, or the smallest float if none: exact, one pass per bit."""
+    """Largest t up to 0 such that `is_enough(values >= t)`, or the smallest float if none: exact, one pass per bit."""
     keys = _ordered(values)
     info = jnp.iinfo(keys.dtype)
     low = jnp.full(values.shape[0], info.min, keys.dtype)
-    high = jnp.full(values.shape[0], info.max, keys.dtype)
+    high = jnp.zeros(values.shape[0], keys.dtype)
 
     def halve(_, bounds):
         low, high = bounds
@@ -169,7 +180,7 @@ def _bisect(values: Float[Array, "R X"], is_enough) -> Float[Array, "R"]:
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     low, _ = lax.fori_loop(0, info.bits, halve, (low, high))
-    return _from_ordered(low, values.dtype)
+    return from_ordered(low, values.dtype)
 
 
 def _ordered(x):
@@ -179,7 +190,8 @@ def _ordered(x):
     return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
 
 
-def _from_ordered(keys, dtype):
+def from_ordered(keys, dtype):
+    """Floats of `_ordered`'s integers; -inf for those below its own, which are no float's."""
     bits = jnp.where(keys < 0, keys ^ jnp.iinfo(keys.dtype).max, keys)
     value = lax.bitcast_convert_type(bits, dtype)
     return jnp.where(jnp.isnan(value), -jnp.inf, value)
