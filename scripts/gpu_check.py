@@ -9,8 +9,8 @@ kda-decode, kda-verify (with commit), short-conv: every case of their `*_cases.p
 inputs, poisoned pools, against float64; for decode also slots beyond 2^31 elements and 10,000 steps.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
 for bit.
-attn-res, experts, experts-triton, gemm, moe-tail, router: every case of their `*_cases.py`, fresh random inputs,
-against float64 and in every integer; for experts also weight stacks beyond 2^31 bytes, for gemm 2^31 elements.
+attn-res, experts, experts-triton, gemm, moe-tail, router, sampling: every case of their `*_cases.py`, fresh random
+inputs, against float64 and in every integer; for experts also weight stacks beyond 2^31 bytes, for gemm 2^31 elements.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "moe-tail": ("moe_tail", "check_moe_tail"),
     "router": ("router", "check_router"),
     "gemm": ("small_gemm", "check_small_gemm"),
+    "sampling": ("sampling", "check_sampling"),
 }
 GROUPS = {
     "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill"),
