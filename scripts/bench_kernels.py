@@ -24,6 +24,7 @@ OPS = (
     "kda-verify",
     "moe-tail",
     "router",
+    "sampling",
     "short-conv",
 )
 GROUPS = {

@@ -1,0 +1,149 @@
+"""Time sampling on a TP8 rank's share of the vocabulary on a GPU: one JSON line per part and implementation.
+
+`sample` is all of `k3jax.sampling.sample` from bfloat16 logits, with penalties, mask, top-k, top-p and min-p in every
+row; `thresholds` only the search; `noise` the Gumbel noise and the choice. Many calls over distinct arrays run in one
+program, cold. The kernel alone is also timed in a graph. The floor reads logits and counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
+# As the server is meant to be started: else the host drives each loop and condition.
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL,+DYNAMIC_SLICE_FUSION")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from bench.floors import READ_BYTES_PER_S  # noqa: E402
+from bench.graph import graph_us  # noqa: E402
+
+from k3jax import sampling  # noqa: E402
+from k3jax.pallas import lines  # noqa: E402
+from k3jax.pallas import sampling as kernel  # noqa: E402
+from k3jax.sampling import Controls  # noqa: E402
+from k3jax.sharding.collectives import SINGLE  # noqa: E402
+
+ROWS, WIDTH, MUST_US, AIM_US = 144, 20480, 400.0, 200.0
+CALLS, REPLAYS = 10, 15
+LIMITS = {  # top-k, top-p, min-p
+    "all three": (50, 0.9, 0.02),
+    "top-p": (0, 0.9, 0.0),
+    "top-k": (50, 1.0, 0.0),
+    "none": (0, 1.0, 0.0),
+}
+FINDERS = {"xla": sampling.keep_threshold, "pallas": kernel.keep_threshold}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, ROWS])
+    parser.add_argument("--width", type=int, default=WIDTH, help="of a rank's share of the vocabulary")
+    args = parser.parse_args()
+    for rows in args.rows:
+        parts = {(limits, name): None for limits in LIMITS for name in FINDERS}
+        for limits, name in parts:
+            for part in ("sample", "thresholds"):
+                report(part, rows, args.width, limits, name)
+        report("noise", rows, args.width, "none", "xla")
+
+
+def report(part: str, rows: int, width: int, limits: str, name: str) -> None:
+    """Time one part and print its line."""
+    row = {"op": "sampling", "part": part, "rows": rows, "logits": width, "limits": limits, "thresholds": name}
+    try:
+        row |= measure(part, rows, width, LIMITS[limits], name)
+    except Exception as error:  # one that cannot run must not end the table
+        row["failed"] = f"{type(error).__name__}: {error}"[:300]
+    print(json.dumps(row), flush=True)
+
+
+def measure(part: str, rows: int, width: int, limits: tuple[int, float, float], name: str) -> dict:
+    """Microseconds of a call, the floor, and the bars where they are meant."""
+    keys = jax.random.split(jax.random.key(0), CALLS)
+    calls = [(jax.random.normal(key, (rows, width)) * 3, controls(rows, width, limits)) for key in keys]
+    live = jnp.ones(rows, bool)
+    ids = jnp.arange(width, dtype=jnp.int32)
+
+    def sample(logits, lanes):
+        return sampling.sample(logits, lanes, live, SINGLE, find_threshold=FINDERS[name]).token
+
+    def thresholds(scaled, lanes):
+        return FINDERS[name](scaled, lanes, SINGLE)
+
+    def noise(scaled, lanes):
+        return sampling.argmax(scaled + sampling.gumbel(lanes.seed, lanes.position, ids, scaled.dtype), ids, SINGLE)
+
+    if part == "sample":
+        calls = [(logits.astype(jnp.bfloat16), lanes) for logits, lanes in calls]
+        us, moved = program_us(sample, calls), rows * width * (2 + 4)
+    else:
+        calls = [(logits - logits.max(axis=1, keepdims=True), lanes) for logits, lanes in calls]
+        us, moved = program_us(thresholds if part == "thresholds" else noise, calls), rows * width * 4
+    times = {"us": round(us, 1), "floor_us": round(moved / READ_BYTES_PER_S * 1e6, 1)}
+    if part == "thresholds" and name == "pallas":
+        times["graph_us"] = round(kernel_us(rows, width, limits), 1)
+    is_bar = part == "sample" and (rows, width) == (ROWS, WIDTH)
+    return times | ({"must_us": MUST_US, "aim_us": AIM_US} if is_bar else {})
+
+
+def controls(rows: int, width: int, limits: tuple[int, float, float]) -> Controls:
+    """Of rows that all sample with the same limits, with counts of tokens seen."""
+    top_k, top_p, min_p = limits
+    full = functools.partial(jnp.full, rows)
+    return Controls(
+        temperature=full(1.0),
+        top_k=full(top_k, jnp.int32),
+        top_p=full(top_p),
+        min_p=full(min_p),
+        presence=full(0.1),
+        frequency=full(0.1),
+        repetition=full(1.1),
+        seed=jnp.ones((rows, 2), jnp.uint32),
+        position=jnp.arange(rows, dtype=jnp.int32),
+        num_logprobs=full(-1, jnp.int32),
+        bias_ids=jnp.full((rows, 16), -1, jnp.int32),
+        bias_values=jnp.zeros((rows, 16)),
+        counts=jnp.zeros((rows, width), jnp.uint32).at[:, ::97].set(1),
+        allowed=sampling.full_mask(rows, width),
+    )
+
+
+def program_us(run: Callable, calls: Sequence[tuple]) -> float:
+    """Median microseconds of a call among many in one program."""
+    program = jax.jit(lambda calls: [run(*call) for call in calls])
+    jax.block_until_ready(program(calls))
+    times = []
+    for _ in range(REPLAYS):
+        start = time.perf_counter()
+        jax.block_until_ready(program(calls))
+        times.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return float(np.median(times))
+
+
+def kernel_us(rows: int, width: int, limits: tuple[int, float, float]) -> float:
+    """Microseconds of the kernel in a graph of its own."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    tiles = kernel.ThresholdTiles()
+    view = lines.view(width, tiles.warpgroups, tiles.vector)
+    values = 3 * torch.randn(CALLS, rows, width, device="cuda")
+    values = (values - values.amax(dim=2, keepdim=True)).reshape(CALLS, rows, *view)
+    top_k = torch.full((rows,), limits[0], dtype=torch.int32, device="cuda")
+    top_p = torch.full((rows,), limits[1], device="cuda")
+    return graph_us(kernel.threshold_kernel(rows, width, tiles), [(value, top_k, top_p) for value in values])
+
+
+if __name__ == "__main__":
+    main()
