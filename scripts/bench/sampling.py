@@ -19,14 +19,16 @@ from collections.abc import Callable, Sequence
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch holds the memory here
-# As the server is meant to be started: else the host drives each loop and condition.
-os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL,+DYNAMIC_SLICE_FUSION")
 
+from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
+
+keep_loops_on_the_gpu()  # as the server does
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from bench.floors import READ_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
+from bench.turns import alone  # noqa: E402
 
 from k3jax import sampling  # noqa: E402
 from k3jax.pallas import lines  # noqa: E402
@@ -125,10 +127,11 @@ def program_us(run: Callable, calls: Sequence[tuple]) -> float:
     program = jax.jit(lambda calls: [run(*call) for call in calls])
     jax.block_until_ready(program(calls))
     times = []
-    for _ in range(REPLAYS):
-        start = time.perf_counter()
-        jax.block_until_ready(program(calls))
-        times.append((time.perf_counter() - start) * 1e6 / len(calls))
+    with alone():
+        for _ in range(REPLAYS):
+            start = time.perf_counter()
+            jax.block_until_ready(program(calls))
+            times.append((time.perf_counter() - start) * 1e6 / len(calls))
     return float(np.median(times))
 
 
