@@ -134,7 +134,8 @@ class Bench:
         names: dict[str, tuple[str | None, Rollback]] = {"no draft": (None, "replay")}
         for draft in self.target.drafts:
             names[f"{draft} draft"] = (draft, "replay")
-            names[f"{draft} draft, snapshots"] = (draft, "snapshot")
+        first = next(iter(self.target.drafts))
+        names[f"{first} draft, snapshots"] = (first, "snapshot")
         executors = dict(zip(names, self.executors(*names.values()), strict=True))
         for executor in executors.values():
             if executor.limits.draft_tokens and not executor.limits.step_costs:

@@ -41,6 +41,7 @@ from serving.state.store import HostMemoryStore  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
 SECTIONS = ("budget", "checkpoint", "overlap", "host", "mixed", "kernels")
+SHORT = {"overlap", "mixed"}  # sections without long prompts
 PREFILL = (0, 512, 2048, 8192)
 ROWS = 16
 
@@ -75,6 +76,7 @@ class Bench:
         self.tree = params.abstract(self.config)
         self.weights = random_weights(self.config, self.tree, self.dtype)
         self.random = np.random.default_rng(0)
+        self.prefill = PREFILL[:3] if set(args.section or SECTIONS) <= SHORT else PREFILL
         wanted: list[tuple[Any, dispatch.Kernels]] = [("zero-copy", "xla")]
         wanted += [("gather", "xla")] if "mixed" in (args.section or SECTIONS) else []
         wanted += [("zero-copy", "pallas")] if "kernels" in (args.section or SECTIONS) else []
@@ -107,11 +109,11 @@ class Bench:
         store = HostMemoryStore(8 * 10**9)
         limits = limits_of(
             program,
-            max_step_tokens=PREFILL[-1],
+            max_step_tokens=self.prefill[-1],
             host_cache_bytes=store.capacity_bytes,
             identity=f"bench {self.args.model}",
         )
-        shapes = [StepShape(rows=ROWS, prefill_tokens=tokens) for tokens in PREFILL]
+        shapes = [StepShape(rows=ROWS, prefill_tokens=tokens) for tokens in self.prefill]
         executor = DeviceExecutor(program, weights, limits, store=store, shapes=shapes)
         emit(
             model=self.args.model,
