@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from k3jax import kda
 from k3jax.kda_packed import chunked_packed
 from k3jax.pallas import kda_prefill_prepare, kda_scan
-from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH
+from k3jax.pallas.kda_prefill_memory import CHUNK, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
 
 LOWER_BOUND = -5.0

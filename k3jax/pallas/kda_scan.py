@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_chunk import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, narrow_smem, smem
+from k3jax.pallas.kda_prefill_memory import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, narrow_smem, smem
 
 _HALVES = (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
 _ROW_TILE = 8
