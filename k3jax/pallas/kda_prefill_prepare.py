@@ -130,9 +130,10 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, is_interprete
         @pl.when(num_rows > 0)
         def _():
             # What depends on this the compiler cannot take for the same every turn, and keep in registers it lacks.
-            varying_zero = num_rows & jnp.int32(-(2**31))
-            s = of_pair(buffers, pair + varying_zero) | {"varying_zero": varying_zero}
-            _prepare_tile(refs, s, side, tile, unit - tile * heads, token[tile], num_rows, is_interpreted)
+            first = token[tile]
+            varying_zero = first & jnp.int32(-(2**31))
+            s = of_pair(buffers, pair ^ varying_zero) | {"varying_zero": varying_zero}
+            _prepare_tile(refs, s, side, tile, unit - tile * heads, first, num_rows, is_interpreted)
 
         return _
 
