@@ -50,6 +50,7 @@ from k3jax.pallas.kda_prefill_memory import (
 _HALF = 32
 _MIDDLE = _HALF // 2  # token of a half that its decays are taken relative to
 _SCALE = 64.0  # log-decays are stored times this: float16 then keeps 11 bits of a decay of 1e-6
+_COLUMNS_READY = ("left_columns_ready", "right_columns_ready")  # of the halves of K
 _FROM_START, DECAY, _BETWEEN, _LEFT_TO_END, _RIGHT_TO_END = range(5)  # channel factors; the last three as square roots
 
 
@@ -132,7 +133,7 @@ def key_side(s: dict, relative_left: Callable, key_norm: jax.Array) -> None:
             between = jnp.where(_is_right(), _factor(s, _BETWEEN, half), 1.0)
             from_left = from_middle * between * between
             s["decayed"].at[:, half][...] = (from_left * _factor(s, _FROM_START, half)).astype(jnp.float16)
-            arrive(s["columns_ready"][index])
+            arrive(s[_COLUMNS_READY[index]])
             operands = from_left.astype(jnp.bfloat16), from_middle.astype(jnp.bfloat16)
             _score(left, right, s["columns"].at[:, half], *operands)
         return left[...], right[...]
@@ -161,7 +162,7 @@ def query_side(s: dict, relative_left: Callable, query_norm: jax.Array) -> None:
             from_left = from_middle * between * between
             ref[...] = (from_left * _factor(s, _FROM_START, half)).astype(jnp.bfloat16)
             operands = from_left.astype(jnp.bfloat16), from_middle.astype(jnp.bfloat16)
-            plgpu.barrier_wait(s["columns_ready"][index])
+            plgpu.barrier_wait(s[_COLUMNS_READY[index]])
             _score(left, right, s["columns"].at[:, half], *operands)
         return left[...], right[...]
 

@@ -21,9 +21,10 @@ BLOCK = 16
 _STEPS = CHUNK // BLOCK
 
 
-def _in_warp(index: int, dtype) -> jax.Array:
+def _in_warp(s: dict, index: int, dtype) -> jax.Array:
     """1 in the rows of one warp, 0 elsewhere."""
-    return jnp.where((iota(0, BLOCK) & (CHUNK - BLOCK)) == index * BLOCK, 1.0, 0.0).astype(dtype)
+    warp = (iota(0, BLOCK) & (CHUNK - BLOCK)) ^ s["varying_zero"]
+    return jnp.where(warp == index * BLOCK, 1.0, 0.0).astype(dtype)
 
 
 def _rows(step: int):
@@ -68,7 +69,7 @@ def store_triangle(s: dict, left: jax.Array, right: jax.Array) -> jax.Array:
 
 def invert(s: dict, diagonal: jax.Array) -> jax.Array:
     """The inverse of the unit triangle that `store_triangle` kept, [64, 64]."""
-    spread = [_in_warp(index, jnp.float16) for index in range(_STEPS)]
+    spread = [_in_warp(s, index, jnp.float16) for index in range(_STEPS)]
     inverse = _invert_blocks(s, diagonal, spread)
     # Pairs of blocks: what joins them lies in the odd warps.
     narrow = _narrow(inverse)
@@ -86,7 +87,7 @@ def invert(s: dict, diagonal: jax.Array) -> jax.Array:
     between = _narrow(_multiply(right_inverse, s["below"], 2 * BLOCK))
     halves = {step: between[:, step * BLOCK : (step + 1) * BLOCK] for step in range(2)}
     corner = -_multiply(halves, s["left_inverse"], 2 * BLOCK)
-    wide = [_in_warp(index, jnp.float32) for index in range(_STEPS)]
+    wide = [_in_warp(s, index, jnp.float32) for index in range(_STEPS)]
     columns = [
         inverse * wide[0] + joint * wide[1] + corner[:, :BLOCK],
         inverse * wide[1] + corner[:, BLOCK:],

@@ -16,7 +16,8 @@ PAIRS = 2  # tiles a block works on at a time, each by a pair of warpgroups
 KEY_SIDE, QUERY_SIDE = 0, 1  # warpgroups of a pair
 NUM_FACTORS = 8  # rows of the table of decays per channel, see `kda_prefill_chunk`
 _ROW_TILE = 8
-_INPUTS = ("q", "k", "v", "gate")
+_MEETINGS = ("tidied", "gated", "stored")  # of both warpgroups of a pair
+_SIGNALS = ("left_columns_ready", "right_columns_ready", "scored", "mixed")  # from one to the other
 
 
 def smem(shape: tuple[int, ...], dtype, swizzle: int = 128) -> object:
@@ -109,16 +110,10 @@ def scratch() -> dict:
         "factors": plgpu.SMEM((PAIRS, NUM_FACTORS, WIDTH), jnp.float32),
         "bias": plgpu.SMEM((PAIRS, WIDTH), jnp.float32),
         "beta": plgpu.SMEM((PAIRS, 2 * CHUNK), jnp.float32),
-        "gate_loaded": plgpu.Barrier(num_arrivals=3, num_barriers=PAIRS),
-        "keys_loaded": plgpu.Barrier(num_barriers=PAIRS),
-        "queries_loaded": plgpu.Barrier(num_barriers=PAIRS),
-        "values_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS),
-        "tidied": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS),
-        "gated": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS),
-        "stored": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS),
-        "columns_ready": plgpu.Barrier(num_barriers=2 * PAIRS),
-        "scored": plgpu.Barrier(num_barriers=PAIRS),
-        "mixed": plgpu.Barrier(num_barriers=PAIRS),
+        # Few arrays of them: the phases of each array take a register.
+        "loaded": plgpu.Barrier(num_arrivals=7, num_barriers=PAIRS),
+        "meetings": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS * len(_MEETINGS)),
+        "signals": plgpu.Barrier(num_barriers=PAIRS * len(_SIGNALS)),
         "sums": smem((CHUNK, 2 * NUM_FACTORS), jnp.float16, swizzle=32),  # which tokens a factor sums over
         "sums_loaded": plgpu.Barrier(),
     }
@@ -141,9 +136,9 @@ def of_pair(buffers: list, pair) -> dict:
         s[name], s[f"{name}_rows"] = (view.at[pair] for view in s[name])
     for name in ("diagonal", "beside", "below", "inverse", "left_inverse", "mixing", "columns", "decayed", "scores", "factors", "bias", "beta"):
         s[name] = s[name].at[pair]
-    for name in (*(f"{x}_loaded" for x in ("gate", "keys", "queries", "values")), "tidied", "gated", "stored", "scored", "mixed"):
-        s[name] = s[name].at[pair]
-    s["columns_ready"] = [s["columns_ready"].at[2 * pair + half] for half in range(2)]
+    s["loaded"] = s["loaded"].at[pair]
+    for barriers, names in ((s["meetings"], _MEETINGS), (s["signals"], _SIGNALS)):
+        s |= {name: barriers.at[pair * len(names) + index] for index, name in enumerate(names)}
     return s
 
 
@@ -153,16 +148,16 @@ def start_loads(s: dict, q, k, v, gate, bias, token, head) -> None:
     The copy engine fills memory in the tensor cores' layout only from tokens that are a multiple of 8. Others arrive as
     plain rows, which `tidy` rearranges.
     """
-    plgpu.copy_gmem_to_smem(bias.at[head], s["bias"], s["gate_loaded"])
+    plgpu.copy_gmem_to_smem(bias.at[head], s["bias"], s["loaded"])
 
     def load(rows, suffix: str):
         halves = range(2)
         for half in halves:
-            plgpu.copy_gmem_to_smem(gate.at[rows, head, half_of(half)], s["gate" + suffix][half], s["gate_loaded"])
-        plgpu.copy_gmem_to_smem(k.at[rows, head], s["k" + suffix], s["keys_loaded"])
-        plgpu.copy_gmem_to_smem(q.at[rows, head], s["q" + suffix], s["queries_loaded"])
+            plgpu.copy_gmem_to_smem(gate.at[rows, head, half_of(half)], s["gate" + suffix][half], s["loaded"])
+        plgpu.copy_gmem_to_smem(k.at[rows, head], s["k" + suffix], s["loaded"])
+        plgpu.copy_gmem_to_smem(q.at[rows, head], s["q" + suffix], s["loaded"])
         for half in halves:
-            plgpu.copy_gmem_to_smem(v.at[rows, head, half_of(half)], s["v" + suffix].at[half], s["values_loaded"])
+            plgpu.copy_gmem_to_smem(v.at[rows, head, half_of(half)], s["v" + suffix].at[half], s["loaded"])
 
     @pl.when(token % _ROW_TILE == 0)
     def _():

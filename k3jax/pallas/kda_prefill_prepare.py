@@ -82,8 +82,7 @@ def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, is_interpret
         start_loads(s, q, k, v, gate, bias, first, head)
         load_beta(s, beta, first, head, num_rows)
 
-    for name in ("gate", "keys", "queries", "values"):
-        plgpu.barrier_wait(s[f"{name}_loaded"])
+    plgpu.barrier_wait(s["loaded"])
     tidy(s, first, num_rows, side)
 
     for half in range(2):

@@ -39,7 +39,7 @@ def _wgmma(**arguments):
     return arguments["token"]
 
 
-def interpreter() -> plgpu.InterpretGPUParams:
-    """Parameters for `interpret=`, with race detection."""
+def interpreter(detect_races: bool = True) -> plgpu.InterpretGPUParams:
+    """Parameters for `interpret=`."""
     gpu_callbacks.wgmma = gpu_callbacks.fail_on_exception(_wgmma)
-    return plgpu.InterpretGPUParams(detect_races=True)
+    return plgpu.InterpretGPUParams(detect_races=detect_races)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mosaic_interpreter import interpreter
 
-from k3jax.pallas import kda_cases
+from k3jax.pallas import kda_cases, kda_prefill_prepare
 from k3jax.pallas.kda_cases import CASES, PrefillCase, PrefillInputs, judge, make_inputs, recurrence, relative_error
 from k3jax.pallas.kda_prefill import (
     PrefillTiles,
@@ -56,6 +56,19 @@ def assert_passes(case: PrefillCase, tiles: PrefillTiles, capsys) -> None:
 def test_the_kernels_equal_the_recurrence_without_races(capsys):
     """Sequences of which one is empty (D07), a resumed one with an export, rows of others and old slots NaN (D08)."""
     assert_passes(SMALL, TILINGS["two stages"], capsys)
+
+
+@pytest.mark.slow
+def test_a_block_prepares_tile_after_tile_with_both_of_its_pairs(monkeypatch):
+    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", 1)
+    kda_prefill_prepare.build.cache_clear()
+    case = PrefillCase(name="many tiles", lengths=(70, 0, 5), starts=(3, 9, 0), heads=2)
+    inputs = make_inputs(case, seed=secrets.randbits(32))
+    # Without races detected: memory that is used for several things counts as one, though each pair has its own part.
+    out, pool = run(inputs, TILINGS["two stages"], interpreter(detect_races=False))
+    kda_prefill_prepare.build.cache_clear()
+    verdict = judge(case, inputs, out, pool)
+    assert verdict.passed, verdict
 
 
 @pytest.mark.slow
