@@ -35,7 +35,6 @@ from k3jax.pallas.kda_prefill_memory import (
     NUM_FACTORS,
     ROW,
     WGMMA,
-    WIDTH,
     accumulator,
     arrive,
     by_column,
@@ -44,7 +43,6 @@ from k3jax.pallas.kda_prefill_memory import (
     iota,
     meet,
     read,
-    together,
 )
 
 _HALF = 32

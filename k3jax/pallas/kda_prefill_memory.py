@@ -1,4 +1,4 @@
-"""Shared memory of a KDA tile that is being prepared, the loads into it, and layouts of tiles that both kernels share."""
+"""Shared memory of a KDA tile that is prepared, the loads into it, and layouts of tiles that both kernels share."""
 
 from __future__ import annotations
 
@@ -134,7 +134,20 @@ def of_pair(buffers: list, pair) -> dict:
         s[name] = [view.at[pair] for view in views]
     for name in ("q", "k", "v"):
         s[name], s[f"{name}_rows"] = (view.at[pair] for view in s[name])
-    for name in ("diagonal", "beside", "below", "inverse", "left_inverse", "mixing", "columns", "decayed", "scores", "factors", "bias", "beta"):
+    for name in (
+        "diagonal",
+        "beside",
+        "below",
+        "inverse",
+        "left_inverse",
+        "mixing",
+        "columns",
+        "decayed",
+        "scores",
+        "factors",
+        "bias",
+        "beta",
+    ):
         s[name] = s[name].at[pair]
     s["loaded"] = s["loaded"].at[pair]
     for barriers, names in ((s["meetings"], _MEETINGS), (s["signals"], _SIGNALS)):
@@ -189,9 +202,7 @@ def tidy(s: dict, token, rows, side) -> None:
         pl.when(side == KEY_SIDE)(
             lambda: rearrange(*zip(s["gate_rows"], s["gate"], strict=True), (s["k_rows"], s["k"]))
         )
-        pl.when(side == QUERY_SIDE)(
-            lambda: rearrange((s["q_rows"], s["q"]), (s["v_rows"], s["v"]))
-        )
+        pl.when(side == QUERY_SIDE)(lambda: rearrange((s["q_rows"], s["q"]), (s["v_rows"], s["v"])))
 
     @pl.when(rows < CHUNK)
     def _():

@@ -5,8 +5,8 @@ A tile of 64 tokens is four products (S in R^{V x K}, see `kda_prefill_chunk`):
     P = U^T - S W^T        S <- S diag(decay) + P keys        O = queries S^T + scores P^T
 
 Rows of V do not interact, so a block takes 64 of them. One warpgroup carries the state, in registers, in float32, and
-does nothing else: as a left operand S is rounded to bfloat16 without leaving them, and so is P. It leaves both in shared
-memory for the other warpgroup, which computes and stores the outputs behind it and fetches the tiles ahead.
+does nothing else: as a left operand S is rounded to bfloat16 without leaving them, and so is P. It leaves both in
+shared memory for the other warpgroup, which computes and stores the outputs behind it and fetches the tiles ahead.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ def advance(state: tuple, s: dict, stage, wait_taken, hand_over) -> tuple:
         kept = [plgpu.load(s["decay"].at[stage, columns], layout=COLUMN) for columns in _HALVES]
         hand_over()  # after the last ordinary reads of the stage: it orders them before the copy that overwrites
         *sums, _ = lax.optimization_barrier((*(half[...] for half in added), pseudo))
-        return tuple(
-            half * by_column(decay) + more for half, decay, more in zip(state, kept, sums, strict=True)
-        )
+        return tuple(half * by_column(decay) + more for half, decay, more in zip(state, kept, sums, strict=True))
 
     return pl.run_scoped(update, _accumulator(), _accumulator())
 
