@@ -110,7 +110,7 @@ def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, is_interpret
 def _body(*refs, buffers: list, heads: int, units: int, grid: int, is_interpreted: bool) -> None:
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
-    token, rows, *_, sums = refs[7:11]
+    token, rows, sums = refs[7], refs[8], refs[10]
     s = of_pair(buffers, pair)
 
     @pl.when(warpgroup == 0)
