@@ -52,7 +52,7 @@ def store_state(s: dict, pool_rows, state: tuple) -> None:
         s["state"][...] = value
         meet()
         plgpu.copy_smem_to_gmem(s["state"], pool_rows.at[:, half])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the writes
         meet()  # before the next half overwrites this one
 
 
