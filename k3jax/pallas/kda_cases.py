@@ -83,6 +83,8 @@ GPU_CASES = (
         first_token=2,
     ),
     PrefillCase(name="long", heads=2, lengths=(2048,), starts=(64,), export_offsets=(1040,)),
+    # More tiles than a GPU prepares at a time: both pairs of every block go through several.
+    PrefillCase(name="many heads", heads=12, lengths=(2048, 1000), starts=(0, 70), export_offsets=(1024, 0)),
     PrefillCase(name="long, gates at the floor", lengths=(1024,), gates="floor"),
     PrefillCase(name="long, slow gates", lengths=(1024,), gates="slow", starts=(64,)),
 )

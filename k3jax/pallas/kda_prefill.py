@@ -11,9 +11,6 @@ and head, and `kda_scan` carries the states over the tiles.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +19,7 @@ from jaxtyping import Array, Float
 from k3jax import kda
 from k3jax.kda_packed import chunked_packed
 from k3jax.pallas import kda_prefill_prepare, kda_scan
-from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH
+from k3jax.pallas.kda_prefill_memory import CHUNK, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
 
 LOWER_BOUND = -5.0
@@ -61,33 +58,16 @@ def kda_prefill_reference(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    """How the work is spread over the GPU."""
+    """How a block of the scan uses its memory."""
 
-    warpgroups: int = 1  # of a scan block: 2 shares tiles between the halves of V, 1 fills more of the GPU
-    stages: int = 3  # tiles a scan block holds in shared memory
+    stages: int = 3  # tiles it holds for the state side
 
     def __post_init__(self) -> None:
-        if self.warpgroups not in (1, 2):
-            raise ValueError(f"warpgroups={self.warpgroups}: a scan block has 1 or 2")
-        if self.stages < 2:
-            raise ValueError(f"stages={self.stages}: use at least 2, so that a tile loads while another is used")
+        if self.stages not in (2, 3):
+            raise ValueError(f"stages={self.stages}: 2 let a tile load while another is used, and 3 are what fits")
 
 
-SWEEP = (PrefillTiles(), PrefillTiles(stages=2), PrefillTiles(warpgroups=2, stages=2))
-
-
-def tiles_for(heads: int, num_sequences: int, num_tokens: int) -> PrefillTiles:
-    """The measured choice for a shape."""
-    for row in _table():
-        if num_sequences * heads >= row["min_chains"] and num_tokens * heads >= row["min_token_heads"]:
-            return PrefillTiles(**row["tiles"])
-    raise AssertionError("the table's last row takes every shape")
-
-
-@functools.cache
-def _table() -> list[dict]:
-    path = pathlib.Path(__file__).with_name("tiles") / "kda_prefill_sm90.json"
-    return json.loads(path.read_text(encoding="utf-8"))["rows"]
+SWEEP = (PrefillTiles(), PrefillTiles(stages=2))
 
 
 def kda_prefill(
@@ -113,11 +93,11 @@ def kda_prefill(
     No other slot or row is read or written. Slots of different sequences must differ, except those of empty ones.
     """
     heads = q.shape[1]
-    tiles = tiles or tiles_for(heads, plan.slots.shape[0], q.shape[0])
+    tiles = tiles or PrefillTiles()
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret)
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows)
-    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.warpgroups, tiles.stages, interpret)
+    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, interpret)
     scan(*prepared, plan, layer, pool, out)
 
 

@@ -1,8 +1,13 @@
-"""Token-parallel part of a KDA prefill: one block per tile and head writes what `kda_scan` needs, 1.1 KB a token."""
+"""Token-parallel part of a KDA prefill: writes what `kda_scan` needs of every tile and head, 1.1 KB a token.
+
+Blocks of a persistent grid, one a multiprocessor. In a block two pairs of warpgroups each work through tiles of their
+own: with four warpgroups a thread has 128 registers, and a scheduler four warps to choose from.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,7 +17,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from k3jax.pallas.kda_prefill_chunk import CHUNK, WIDTH, load_beta, named, prepare, scratch, start_loads, wait_loads
+from k3jax.pallas import kda_prefill_chunk as chunk
+from k3jax.pallas.kda_prefill_memory import (
+    CHUNK,
+    KEY_SIDE,
+    NUM_FACTORS,
+    PAIRS,
+    QUERY_SIDE,
+    WGMMA,
+    WIDTH,
+    half_of,
+    load_beta,
+    meet,
+    of_pair,
+    scratch,
+    start_loads,
+    tidy,
+    together,
+)
+from k3jax.pallas.kda_verify_registers import store_transposed
+
+MULTIPROCESSORS = 132
 
 
 class Prepared(NamedTuple):
@@ -38,40 +63,110 @@ def prepared_shapes(num_tiles: int, heads: int) -> Prepared:
     )
 
 
-def _body(q, k, v, gate, a_log, bias, beta, token, rows, w, values, queries, keys, scores, decay, *, s):
-    tile, head = lax.axis_index("tile"), lax.axis_index("head")
-    num_rows, first, rate = rows[tile], token[tile], jnp.exp(a_log[head])
+def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, is_interpreted: bool) -> None:
+    """One tile and head, by both sides."""
+    q, k, v, gate, a_log, bias, beta, _, _, relative_sums, _, *outputs = refs
+    prepared, rate = Prepared(*outputs), jnp.exp(a_log[head])
 
-    @pl.when(num_rows > 0)
+    def relative_left():  # again for each use: from the cache, rather than kept in registers
+        return plgpu.load(relative_sums, layout=WGMMA, optimized=False)
+
+    def store(*pairs):
+        meet()
+        for ref, out in pairs:
+            plgpu.copy_smem_to_gmem(ref, out.at[tile, head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next tile is loaded into the same memory
+
+    @pl.when(side == KEY_SIDE)
     def _():
         start_loads(s, q, k, v, gate, bias, first, head)
         load_beta(s, beta, first, head, num_rows)
-        wait_loads(s, first)
-        prepare(s, rate, num_rows)
-        for ref, out in (
-            (s["gate"], w),
-            (s["v"], values),
-            (s["q"], queries),
-            (s["k"], keys),
-            (s["scores"], scores),
-            (s["decay"], decay),
-        ):
-            plgpu.copy_smem_to_gmem(ref, out.at[tile, head])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the writes
+
+    plgpu.barrier_wait(s["loaded"])
+    tidy(s, first, num_rows, side)
+
+    for half in range(2):
+
+        @pl.when(side == half)
+        def _(half=half):
+            factors = chunk.decay_gate(s, half, rate)
+            store_transposed(s["factors"].at[:, half_of(half)], factors[:, :NUM_FACTORS], is_interpreted)
+
+    together(s["gated"])
+
+    @pl.when(side == KEY_SIDE)
+    def _():
+        chunk.key_side(s, relative_left, chunk.norm(s["k"]))
+        store((s["k"], prepared.keys), (s["columns"], prepared.w), (s["factors"].at[chunk.DECAY], prepared.decay))
+
+    @pl.when(side == QUERY_SIDE)
+    def _():
+        chunk.query_side(s, relative_left, chunk.norm(s["q"]) * (1 / math.sqrt(WIDTH)))
+        store((s["q"], prepared.queries), (s["scores"], prepared.scores), (s["v"], prepared.values))
+
+    together(s["stored"])
+
+
+def _body(*refs, buffers: list, heads: int, units: int, grid: int, is_interpreted: bool) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+    pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
+    token, rows, sums = refs[7], refs[8], refs[10]
+    s = of_pair(buffers, pair)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.copy_gmem_to_smem(sums, s["sums"], s["sums_loaded"])
+
+    plgpu.barrier_wait(s["sums_loaded"])
+    first_unit = pair * grid + lax.axis_index("block")  # blocks before pairs: few tiles spread over all of the GPU
+    stride = PAIRS * grid
+
+    def visit(turn, _):
+        unit = first_unit + turn * stride
+        tile = lax.div(unit, jnp.int32(heads))
+        num_rows = rows[tile]
+
+        @pl.when(num_rows > 0)
+        def _():
+            # What depends on this the compiler cannot take for the same every turn, and keep in registers it lacks.
+            first = token[tile]
+            varying_zero = first & jnp.int32(-(2**31))
+            s = of_pair(buffers, pair ^ varying_zero) | {"varying_zero": varying_zero}
+            _prepare_tile(refs, s, side, tile, unit - tile * heads, first, num_rows, is_interpreted)
+
+        return _
+
+    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, None)
+    plgpu.wait_smem_to_gmem(0)
 
 
 @functools.cache
 def build(num_tiles: int, heads: int, interpret=None):
     """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows) -> Prepared."""
+    units = num_tiles * heads
+    grid = min(MULTIPROCESSORS, units)
 
     def entry(*refs):
-        pl.run_scoped(lambda *buffers: _body(*refs, s=named(list(buffers))), *scratch().values())
+        pl.run_scoped(
+            lambda *buffers: _body(
+                *refs, buffers=list(buffers), heads=heads, units=units, grid=grid, is_interpreted=interpret is not None
+            ),
+            *scratch().values(),
+            collective_axes="warpgroup",
+        )
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         entry,
         out_type=tuple(prepared_shapes(num_tiles, heads)),
-        grid=(num_tiles, heads),
-        grid_names=("tile", "head"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(grid,),
+        grid_names=("block",),
+        num_threads=2 * PAIRS,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
+
+    def prepare(*arrays):
+        return kernel(*arrays, jnp.asarray(chunk.relative_sums()), jnp.asarray(chunk.factor_sums()))
+
+    return prepare

@@ -1,43 +1,35 @@
 """The serial part of a KDA prefill: carries each head's state over its sequence's tiles and writes their outputs.
 
-Transposed, with rows of V first, a tile of 64 tokens is four products (S in R^{V x K}; see `kda_prefill_chunk`):
+A tile of 64 tokens is four products (S in R^{V x K}, see `kda_prefill_chunk`):
 
-    P = U^T - S W^T        O^T = S queries^T + P scores^T        S <- S diag(decay) + P keys
+    P = U^T - S W^T        S <- S diag(decay) + P keys        O = queries S^T + scores P^T
 
-Rows of V do not interact, so a block takes all 128 with two warpgroups that share the tiles in shared memory, or 64
-with one when there are too few sequences and heads to fill the GPU. S stays in registers, in float32; as a left operand
-it is rounded to bfloat16 without leaving them.
+Rows of V do not interact, so a block takes 64 of them. One warpgroup carries the state, in registers, in float32, and
+does nothing else: as a left operand S is rounded to bfloat16 without leaving them, and so is P. It leaves both in
+shared memory for the other warpgroup, which computes and stores the outputs behind it and fetches the tiles ahead.
 """
 
 from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_chunk import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, narrow_smem, smem
+from k3jax.pallas.kda_prefill_memory import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, smem
 
 _HALVES = (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
 _ROW_TILE = 8
+_OUTPUT_STAGES = 2  # tiles' queries and scores in shared memory
 
 
-def state_scratch(warpgroups: int) -> dict:
-    """Memory through which states and outputs go, for each warpgroup."""
-    return {
-        "state": smem((warpgroups, CHUNK, CHUNK), jnp.float32),
-        "out": smem((warpgroups, CHUNK, CHUNK), jnp.bfloat16),
-        "out_rows": plgpu.SMEM((warpgroups, CHUNK, CHUNK), jnp.bfloat16),
-        "state_loaded": plgpu.Barrier(num_barriers=warpgroups),
-    }
-
-
-def load_state(s: dict, pool_rows, is_fresh, warpgroup) -> tuple:
-    """The two halves of K of a warpgroup's 64 rows, [V, K] each; zeros where the sequence is fresh."""
+def load_state(s: dict, pool_rows, is_fresh) -> tuple:
+    """The two halves of K of the block's 64 rows, [V, K] each; zeros where the sequence is fresh."""
     halves = []
-    buffer, loaded = s["state"].at[warpgroup], s["state_loaded"].at[warpgroup]
+    buffer, loaded = s["state"], s["state_loaded"]
     for half in _HALVES:
 
         @pl.when(is_fresh != 0)
@@ -55,49 +47,56 @@ def load_state(s: dict, pool_rows, is_fresh, warpgroup) -> tuple:
     return tuple(halves)
 
 
-def store_state(s: dict, pool_rows, state: tuple, warpgroup) -> None:
+def store_state(s: dict, pool_rows, state: tuple) -> None:
     for half, value in zip(_HALVES, state, strict=True):
-        s["state"].at[warpgroup][...] = value
+        s["state"][...] = value
         meet()
-        plgpu.copy_smem_to_gmem(s["state"].at[warpgroup], pool_rows.at[:, half])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(s["state"], pool_rows.at[:, half])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the end of the kernel waits for the writes
+        meet()  # before the next half overwrites this one
 
 
-def advance(state: tuple, w, values, queries, keys, scores, decay, while_busy=lambda: None) -> tuple:
-    """State after a tile and its outputs, transposed: [V, C] in bfloat16.
+def advance(state: tuple, s: dict, stage, wait_taken, hand_over) -> tuple:
+    """State after a tile. Leaves the rounded state and the pseudo values to the output side.
 
-    `while_busy` is run while the tensor cores work on the first half of it, after all reads of `values` and `decay`.
+    What is not on the way from state to state is done while products run: `wait_taken` before memory of the output side
+    is overwritten, `hand_over` after.
     """
     rounded = [half.astype(jnp.bfloat16) for half in state]
 
-    def run(out):
-        def read_state(read):
-            for half, columns in zip(rounded, _HALVES, strict=True):
-                plgpu.wgmma(read, half, w.at[:, columns].T)
-            for half, columns in zip(rounded, _HALVES, strict=True):
-                plgpu.wgmma(out, half, queries.at[:, columns].T)
-            kept = tuple(
-                half * by_column(plgpu.load(decay.at[columns], layout=COLUMN))
-                for half, columns in zip(state, _HALVES, strict=True)
-            )
-            wanted = plgpu.load(values, layout=WGMMA)
-            while_busy()
-            return plgpu.wgmma_accumulator_load(read, wait_n=2), kept, wanted  # the queries' products go on
-
-        expected, kept, wanted = pl.run_scoped(read_state, _accumulator())
-        pseudo = (wanted.astype(jnp.float32) - lax.optimization_barrier(expected)).astype(jnp.bfloat16)
-
-        def update(*added):
-            for half, columns in zip(added, _HALVES, strict=True):
-                plgpu.wgmma(half, pseudo, keys.at[:, columns])
-            plgpu.wgmma(out, pseudo, scores.T)
-            return [plgpu.wgmma_accumulator_load(half, wait_n=1) for half in added]
-
-        added = lax.optimization_barrier(pl.run_scoped(update, _accumulator(), _accumulator()))
-        new_state = tuple(a + b for a, b in zip(kept, added, strict=True))
+    def read_state(read):
+        for half, columns in zip(rounded, _HALVES, strict=True):
+            plgpu.wgmma(read, half, s["w"].at[stage, :, columns].T)
+        wait_taken()
+        for half, columns in zip(rounded, _HALVES, strict=True):
+            s["rounded"].at[:, columns][...] = half
+        wanted = plgpu.load(s["values"].at[stage], layout=WGMMA).astype(jnp.float32)
         # Products in flight still read their left operands: keep those registers until the wait is over.
-        out_t, *_ = lax.optimization_barrier((out[...], pseudo, *rounded))
-        return new_state, out_t.astype(jnp.bfloat16)
+        expected, *_ = lax.optimization_barrier((read[...], *rounded))
+        return (wanted - expected).astype(jnp.bfloat16)
+
+    pseudo = pl.run_scoped(read_state, _accumulator())
+
+    def update(*added):
+        for half, columns in zip(added, _HALVES, strict=True):
+            plgpu.wgmma(half, pseudo, s["keys"].at[stage, :, columns])
+        s["pseudo"][...] = pseudo
+        kept = [plgpu.load(s["decay"].at[stage, columns], layout=COLUMN) for columns in _HALVES]
+        hand_over()  # after the last ordinary reads of the stage: it orders them before the copy that overwrites
+        *sums, _ = lax.optimization_barrier((*(half[...] for half in added), pseudo))
+        return tuple(half * by_column(decay) + more for half, decay, more in zip(state, kept, sums, strict=True))
+
+    return pl.run_scoped(update, _accumulator(), _accumulator())
+
+
+def outputs(s: dict, stage) -> jax.Array:
+    """A tile's outputs, [C, 64 of V]."""
+
+    def run(out):
+        for columns in _HALVES:
+            plgpu.wgmma(out, s["queries"].at[stage, :, columns], s["rounded"].at[:, columns].T)
+        plgpu.wgmma(out, s["scores"].at[stage], s["pseudo"].T)
+        return out[...].astype(jnp.bfloat16)
 
     return pl.run_scoped(run, _accumulator())
 
@@ -106,21 +105,22 @@ def _accumulator():
     return plgpu.WGMMAAccumulatorRef((CHUNK, CHUNK), jnp.float32)
 
 
-def store_rows(s: dict, out_head, out_t, token, rows, warpgroup) -> None:
-    """Write a tile's live outputs. `out_head` is [T, 64]; `out_t` [V, C] is turned on its way through shared memory."""
-    tiled, plain = s["out"].at[warpgroup], s["out_rows"].at[warpgroup]
+def store_rows(s: dict, out_head, rows_out, token, rows) -> None:
+    """Write a tile's live outputs. `out_head` is [T, 64]."""
+    tiled, plain = s["out"], s["out_rows"]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    meet()  # the copy engine was started, and is waited for, by one thread
     is_direct = (rows == CHUNK) & (token % _ROW_TILE == 0)
 
     @pl.when(is_direct)
     def _():
-        tiled.T[...] = plgpu.layout_cast(out_t, plgpu.Layout.WGMMA_TRANSPOSED)
+        tiled[...] = rows_out
         meet()
         plgpu.copy_smem_to_gmem(tiled, out_head.at[pl.ds(pl.multiple_of(token, _ROW_TILE), CHUNK)])
 
     @pl.when(jnp.logical_not(is_direct))
     def _():  # plain rows go anywhere, in runs of a power of two
-        plain.T[...] = out_t
+        plain[...] = rows_out
         meet()
         for log_run in range(CHUNK.bit_length()):
             run = 1 << log_run
@@ -132,116 +132,149 @@ def store_rows(s: dict, out_head, out_t, token, rows, warpgroup) -> None:
                 plgpu.copy_smem_to_gmem(source, out_head.at[pl.ds(token + first, run)])
 
 
-def _scratch(warpgroups: int, stages: int) -> dict:
-    wide = smem((stages, CHUNK, WIDTH), jnp.bfloat16)
-    return state_scratch(warpgroups) | {
-        "w": wide,
-        "queries": wide,
-        "keys": wide,
-        "values": smem((stages, warpgroups, CHUNK, CHUNK), jnp.bfloat16),
-        "scores": narrow_smem((stages, CHUNK, CHUNK), jnp.bfloat16),
+def _scratch(stages: int) -> dict:
+    wide, square = (CHUNK, WIDTH), (CHUNK, CHUNK)
+    return {
+        "w": smem((stages, *wide), jnp.bfloat16),
+        "values": smem((stages, *square), jnp.bfloat16),
+        "keys": smem((stages, *wide), jnp.bfloat16),
         "decay": plgpu.SMEM((stages, WIDTH), jnp.float32),
-        "ready": plgpu.Barrier(num_arrivals=6, num_barriers=stages),
-        "consumed": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        "ready": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        "consumed": plgpu.Barrier(num_barriers=stages),
+        "queries": smem((_OUTPUT_STAGES, *wide), jnp.bfloat16),
+        "scores": smem((_OUTPUT_STAGES, *square), jnp.bfloat16),
+        "output_ready": plgpu.Barrier(num_arrivals=2, num_barriers=_OUTPUT_STAGES),
+        "rounded": smem(wide, jnp.bfloat16),
+        "pseudo": smem(square, jnp.bfloat16),
+        "handed": plgpu.Barrier(),
+        "taken": plgpu.Barrier(),
+        "state": smem(square, jnp.float32),
+        "state_loaded": plgpu.Barrier(),
+        "out": smem(square, jnp.bfloat16),
+        "out_rows": plgpu.SMEM(square, jnp.bfloat16),
     }
 
 
-def _body(w, values, queries, keys, scores, decay, plan, layer, pool, out, *, s: dict, warpgroups: int, stages: int):
-    head, sequence = lax.axis_index("head"), lax.axis_index("sequence")
-    warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
-    part = warpgroup if warpgroups > 1 else lax.axis_index("part")  # which 64 rows of V
-    first_tile, num_tiles = plan.first_tile[sequence], plan.num_tiles[sequence]
-    v_rows = pl.ds(pl.multiple_of(part * CHUNK, CHUNK), CHUNK)
-    out_head = out.at[:, head, v_rows]
+class _Chain:
+    """A block's view of 64 rows of V of one head of one sequence; methods are traced into the kernel."""
 
-    def pool_rows(slot):
-        return pool.at[layer[0], slot, head, v_rows]
+    def __init__(self, refs: tuple, s: dict, stages: int):
+        *prepared, self.plan, self.layer, self.pool, self.out = refs
+        self.prepared, self.s, self.stages = prepared, s, stages
+        self.head, self.sequence, self.part = (lax.axis_index(name) for name in ("head", "sequence", "part"))
+        self.first_tile, self.num_tiles = self.plan.first_tile[self.sequence], self.plan.num_tiles[self.sequence]
+        self.v_rows = pl.ds(pl.multiple_of(self.part * CHUNK, CHUNK), CHUNK)
 
-    def fetch(step):
-        tile, stage = first_tile + step, lax.rem(step, stages)
-        ready = s["ready"].at[stage]
-        for name, ref in (("w", w), ("queries", queries), ("keys", keys), ("scores", scores), ("decay", decay)):
-            plgpu.copy_gmem_to_smem(ref.at[tile, head], s[name].at[stage], ready)
-        of_part = values.at[tile, head] if warpgroups > 1 else values.at[tile, head, pl.ds(part, 1)]
-        plgpu.copy_gmem_to_smem(of_part, s["values"].at[stage], ready)
+    def stage(self, step):
+        return lax.rem(step, jnp.int32(self.stages))
 
-    @pl.when(warpgroup == 0)
-    def _():
-        for step in range(stages):
-            pl.when(step < num_tiles)(functools.partial(fetch, jnp.int32(step)))
+    def fetch(self, step) -> None:
+        """Begin loading what the state side needs of a tile."""
+        w, values, _, keys, _, decay = (ref.at[self.first_tile + step, self.head] for ref in self.prepared)
+        stage, s = self.stage(step), self.s
+        for name, ref in (("w", w), ("values", values.at[self.part]), ("keys", keys), ("decay", decay)):
+            plgpu.copy_gmem_to_smem(ref, s[name].at[stage], s["ready"].at[stage])
 
-    slot, export_slot, export_tile = plan.slots[sequence], plan.export_slots[sequence], plan.export_tile[sequence]
-    state = load_state(s, pool_rows(slot), plan.is_fresh[sequence], warpgroup)
-    last = jnp.maximum(first_tile + num_tiles - 1, 0)
+    def fetch_for_outputs(self, step) -> None:
+        _, _, queries, _, scores, _ = (ref.at[self.first_tile + step, self.head] for ref in self.prepared)
+        stage, s = lax.rem(step, jnp.int32(_OUTPUT_STAGES)), self.s
+        for name, ref in (("queries", queries), ("scores", scores)):
+            plgpu.copy_gmem_to_smem(ref, s[name].at[stage], s["output_ready"].at[stage])
 
-    def visit(step, carry):
-        state, previous, token, rows = carry
-        following = jnp.minimum(first_tile + step + 1, last)
-        # Read a step early: nothing waits for memory then.
-        next_token, next_rows = plan.token[following], plan.rows[following]
+    def carry_state(self) -> None:
+        plan, s, sequence = self.plan, self.s, self.sequence
+        slot, export_slot = plan.slots[sequence], plan.export_slots[sequence]
+        export_tile = plan.export_tile[sequence]
 
-        @pl.when((warpgroup == 0) & (step > 0) & (step - 1 + stages < num_tiles))
-        def _():
-            plgpu.barrier_wait(s["consumed"].at[lax.rem(step - 1, stages)])
-            fetch(step - 1 + stages)
+        def pool_rows(slot):
+            return self.pool.at[self.layer[0], slot, self.head, self.v_rows]
 
-        stage = lax.rem(step, stages)
-        plgpu.barrier_wait(s["ready"].at[stage])
-        state, out_t = advance(
-            state,
-            s["w"].at[stage],
-            s["values"].at[stage, warpgroup],
-            s["queries"].at[stage],
-            s["keys"].at[stage],
-            s["scores"].at[stage],
-            s["decay"].at[stage],
-            lambda: store_rows(s, out_head, previous[0], previous[1], previous[2], warpgroup),
-        )
+        def visit(step, state):
+            stage = self.stage(step)
+            plgpu.barrier_wait(s["ready"].at[stage])
 
-        @pl.when(step + stages < num_tiles)
-        def _():  # somebody waits for it
-            plgpu.barrier_arrive(s["consumed"].at[stage])
+            def wait_taken():
+                @pl.when(step > 0)
+                def _():
+                    plgpu.barrier_wait(s["taken"])
 
-        @pl.when(step == export_tile)
-        def _():
-            store_state(s, pool_rows(export_slot), state, warpgroup)
+            def hand_over():
+                meet()
+                plgpu.barrier_arrive(s["handed"])
 
-        return state, (out_t, token, rows), next_token, next_rows
+            state = advance(state, s, stage, wait_taken, hand_over)
 
-    first = jnp.minimum(first_tile, last)
-    nothing = plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), jnp.bfloat16), WGMMA)
-    state, previous, _, _ = lax.fori_loop(
-        0,
-        num_tiles,
-        visit,
-        (state, (nothing, jnp.int32(0), jnp.int32(0)), plan.token[first], plan.rows[first]),
-    )
-    store_rows(s, out_head, previous[0], previous[1], previous[2], warpgroup)
-    store_state(s, pool_rows(slot), state, warpgroup)
-    plgpu.wait_smem_to_gmem(0)
+            @pl.when(step + self.stages < self.num_tiles)
+            def _():  # every thread arrives, so every warp has read
+                plgpu.barrier_arrive(s["consumed"].at[stage])
+
+            @pl.when(step == export_tile)
+            def _():
+                store_state(s, pool_rows(export_slot), state)
+
+            return state
+
+        state = load_state(s, pool_rows(slot), plan.is_fresh[sequence])
+        state = lax.fori_loop(0, self.num_tiles, visit, state)
+        store_state(s, pool_rows(slot), state)
+
+    def write_outputs(self) -> None:
+        plan, s = self.plan, self.s
+        out_head = self.out.at[:, self.head, self.v_rows]
+        last = jnp.maximum(self.first_tile + self.num_tiles - 1, 0)
+        for fetch, stages in ((self.fetch, self.stages), (self.fetch_for_outputs, _OUTPUT_STAGES)):
+            for step in range(stages):
+                pl.when(step < self.num_tiles)(functools.partial(fetch, jnp.int32(step)))
+
+        def visit(step, found):
+            token, rows = found
+            following = jnp.minimum(self.first_tile + step + 1, last)
+            found = plan.token[following], plan.rows[following]  # a step early: nothing waits for memory then
+            stage = lax.rem(step, jnp.int32(_OUTPUT_STAGES))
+            plgpu.barrier_wait(s["output_ready"].at[stage])
+            plgpu.barrier_wait(s["handed"])
+            rows_out = outputs(s, stage)
+
+            @pl.when(step + 1 < self.num_tiles)
+            def _():
+                plgpu.barrier_arrive(s["taken"])
+
+            @pl.when(step + _OUTPUT_STAGES < self.num_tiles)
+            def _():
+                meet()  # every warp's products have read the stage
+                self.fetch_for_outputs(step + _OUTPUT_STAGES)
+
+            store_rows(s, out_head, rows_out, token, rows)
+
+            @pl.when(step + self.stages < self.num_tiles)
+            def _():
+                plgpu.barrier_wait(s["consumed"].at[self.stage(step)])
+                self.fetch(step + self.stages)
+
+            return found
+
+        first = jnp.minimum(self.first_tile, last)
+        lax.fori_loop(0, self.num_tiles, visit, (plan.token[first], plan.rows[first]))
+        plgpu.wait_smem_to_gmem(0)
 
 
 @functools.cache
-def build(num_sequences: int, heads: int, warpgroups: int, stages: int, interpret=None):
+def build(num_sequences: int, heads: int, stages: int, interpret=None):
     """The kernel for one shape: (*Prepared, Plan, layer [1], pool, out) -> nothing; `pool` and `out` are written."""
 
-    def entry(*refs):
-        names = list(_scratch(warpgroups, stages))
-        pl.run_scoped(
-            lambda *buffers: _body(
-                *refs, s=dict(zip(names, buffers, strict=True)), warpgroups=warpgroups, stages=stages
-            ),
-            *_scratch(warpgroups, stages).values(),
-            collective_axes="warpgroup" if warpgroups > 1 else (),
-        )
+    def entry(*refs, **scratch):
+        chain = _Chain(refs, scratch, stages)
+        side = lax.axis_index("side")
+        pl.when(side == 0)(chain.carry_state)
+        pl.when(side == 1)(chain.write_outputs)
 
-    threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
-    parts = 2 // warpgroups
     return plgpu.kernel(
         entry,
-        grid=(num_sequences, heads, parts),
+        grid=(num_sequences, heads, WIDTH // CHUNK),
         grid_names=("sequence", "head", "part"),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        num_threads=2,
+        thread_name="side",
+        scratch_types=_scratch(stages),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
-        **threads,
     )

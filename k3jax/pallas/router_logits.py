@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_chunk import smem
+from k3jax.pallas.kda_prefill_memory import smem
 
 EXPERTS = 64  # of a warpgroup
 STEP = 64  # channels that are in one stage

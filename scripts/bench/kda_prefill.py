@@ -1,8 +1,8 @@
 """Time KDA prefill at K3's shapes on a GPU: one JSON line per shape and tiling.
 
 A program of many calls over inputs larger than the L2 cache, each waiting for the one before; the median of its runs
-divided by the calls. `--sweep` times every tiling, otherwise the one the kernel would choose. `floor_us` counts the
-inputs and outputs once, and two states a sequence.
+divided by the calls; `prepare_us` and `scan_us` are the two kernels alone. `--sweep` times every tiling, otherwise the
+one the op takes. `floor_us` counts the inputs and outputs once, and two states a sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill, tiles_for  # noqa: E402
+from k3jax.pallas import kda_prefill_prepare, kda_scan  # noqa: E402
+from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill  # noqa: E402
 from k3jax.pallas.kda_prefill_plan import make_plan  # noqa: E402
 
 WIDTH = 128
@@ -43,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     shapes = [tuple(int(x) for x in shape.split(",")) for shape in args.shape] if args.shape else SHAPES
     for heads, batch, tokens in shapes:
-        for tiles in SWEEP if args.sweep else (tiles_for(heads, batch, batch * tokens),):
+        for tiles in SWEEP if args.sweep else SWEEP[:1]:
             row = {"op": "kda_prefill", "heads": heads, "batch": batch, "seq": tokens, "export": args.export}
             row |= dataclasses.asdict(tiles)
             try:
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) -> dict:
-    """Microseconds of a call and the floor."""
+    """Microseconds of a call, of each of its two kernels alone, and the floor."""
     tokens = batch * seq
     token_bytes = heads * (5 * WIDTH * 2 + 2)
     num_inputs = max(2, math.ceil(COLD_BYTES / (tokens * token_bytes)))
@@ -64,18 +65,47 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
     offsets = jnp.full(batch, export, jnp.int32)
     cu_seqlens = jnp.arange(0, tokens + 1, seq, dtype=jnp.int32)
     plan = make_plan(cu_seqlens, starts, slots, offsets, slots + batch, tokens)
-    a_log, dt_bias = jnp.full(heads, 0.1), jnp.full((heads, WIDTH), 0.1)
+    a_log, dt_bias, layer = jnp.full(heads, 0.1), jnp.full((heads, WIDTH), 0.1), jnp.zeros(1, jnp.int32)
+    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads)
+    scan = kda_scan.build(batch, heads, tiles.stages)
 
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    def program(inputs, pool, out, a_log):
-        for _ in range(rounds):
-            for q, k, v, gate, beta in inputs:
-                # The next call's first kernel must not run beside this one's last.
-                a_log, pool, out = jax.lax.optimization_barrier((a_log, pool, out))
-                pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
-                kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(0), pool_ref, out_ref, tiles=tiles)
-                pool, out = jax.freeze(pool_ref), jax.freeze(out_ref)
-        return pool, out
+    def run_both(inputs, pool_ref, out_ref, a_log):
+        q, k, v, gate, beta = inputs
+        kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(0), pool_ref, out_ref, tiles=tiles)
+        return ()
+
+    def run_prepare(inputs, pool_ref, out_ref, a_log):
+        q, k, v, gate, beta = inputs
+        return prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows)
+
+    def run_scan(prepared, pool_ref, out_ref, a_log):
+        scan(*prepared, plan, layer, pool_ref, out_ref)
+        return ()
+
+    def time_calls(run, inputs) -> float:
+        @functools.partial(jax.jit, donate_argnums=(1, 2))
+        def program(inputs, pool, out, a_log):
+            results = ()
+            for _ in range(rounds):
+                for one in inputs:
+                    # The next call's first kernel must not run beside this one's last.
+                    a_log, pool, out, results = jax.lax.optimization_barrier((a_log, pool, out, results))
+                    pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
+                    results = run(one, pool_ref, out_ref, a_log)
+                    pool, out = jax.freeze(pool_ref), jax.freeze(out_ref)
+            return pool, out, results
+
+        pool = jnp.zeros((1, 2 * batch + 1, heads, WIDTH, WIDTH), jnp.float32)
+        out = jnp.zeros((tokens, heads, WIDTH), jnp.bfloat16)
+        compiled = program.lower(inputs, pool, out, a_log).compile()
+        times = []
+        for _ in range(RUNS + 1):
+            jax.block_until_ready((inputs, pool, out))
+            start = time.perf_counter()
+            pool, out, results = jax.block_until_ready(compiled(inputs, pool, out, a_log))
+            times.append(time.perf_counter() - start)
+            del results
+        return round(statistics.median(times[1:]) / (rounds * num_inputs) * 1e6, 1)
 
     @jax.jit
     def draw(key):
@@ -84,18 +114,11 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
         return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
     inputs = [draw(jax.random.key(i)) for i in range(num_inputs)]
-    pool = jnp.zeros((1, 2 * batch + 1, heads, WIDTH, WIDTH), jnp.float32)
-    out = jnp.zeros((tokens, heads, WIDTH), jnp.bfloat16)
-    compiled = program.lower(inputs, pool, out, a_log).compile()
-    times = []
-    for _ in range(RUNS + 1):
-        jax.block_until_ready((inputs, pool, out))
-        start = time.perf_counter()
-        pool, out = jax.block_until_ready(compiled(inputs, pool, out, a_log))
-        times.append(time.perf_counter() - start)
+    times = {"us": time_calls(run_both, inputs), "prepare_us": time_calls(run_prepare, inputs)}
+    prepared = [jax.jit(run_prepare)(one, None, None, a_log) for one in inputs]
+    times["scan_us"] = time_calls(run_scan, prepared)
     moved = tokens * token_bytes + 2 * batch * heads * WIDTH * WIDTH * 4
-    microseconds = statistics.median(times[1:]) / (rounds * num_inputs) * 1e6
-    return {"us": round(microseconds, 1), "floor_us": round(moved / BYTES_PER_S * 1e6, 1)}
+    return times | {"floor_us": round(moved / BYTES_PER_S * 1e6, 1)}
 
 
 if __name__ == "__main__":

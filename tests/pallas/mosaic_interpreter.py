@@ -41,8 +41,8 @@ def _wgmma(**arguments):
     return arguments["token"]
 
 
-def interpreter() -> plgpu.InterpretGPUParams:
-    """Parameters for `interpret=`, with race detection."""
+def interpreter(detect_races: bool = True) -> plgpu.InterpretGPUParams:
+    """Parameters for `interpret=`."""
     gpu_callbacks.wgmma = gpu_callbacks.fail_on_exception(_wgmma)
     cluster_store.install()
-    return plgpu.InterpretGPUParams(detect_races=True)
+    return plgpu.InterpretGPUParams(detect_races=detect_races)

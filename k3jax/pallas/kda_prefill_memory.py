@@ -1,0 +1,231 @@
+"""Shared memory of a KDA tile that is prepared, the loads into it, and layouts of tiles that both kernels share."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+CHUNK = 64
+WIDTH = 128  # K and V
+WGMMA = plgpu.Layout.WGMMA
+ROW, COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)  # one value per row, per column of a tile
+PAIRS = 2  # tiles a block works on at a time, each by a pair of warpgroups
+KEY_SIDE, QUERY_SIDE = 0, 1  # warpgroups of a pair
+NUM_FACTORS = 8  # rows of the table of decays per channel, see `kda_prefill_chunk`
+_ROW_TILE = 8
+_MEETINGS = ("tidied", "gated", "stored")  # of both warpgroups of a pair
+_SIGNALS = ("left_columns_ready", "right_columns_ready", "scored", "mixed")  # from one to the other
+
+
+def smem(shape: tuple[int, ...], dtype, swizzle: int = 128) -> object:
+    """Shared memory laid out for the tensor cores: rows of `swizzle` bytes in tiles of 8, swizzled."""
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (
+        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def narrow_smem(shape: tuple[int, ...], dtype) -> object:
+    """The same in rows of 64 bytes, so that 32 columns of 16 bits can be addressed."""
+    return smem(shape, dtype, swizzle=64)
+
+
+def iota(dimension: int, columns: int = CHUNK) -> jax.Array:
+    """Index of each element's row or column."""
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, columns), dimension, layout=WGMMA)
+
+
+def by_row(x: jax.Array, columns: int = CHUNK) -> jax.Array:
+    return lax.broadcast_in_dim(x, (CHUNK, columns), [0])
+
+
+def by_column(x: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(x, (CHUNK, x.shape[0]), [1])
+
+
+def accumulator(columns: int = CHUNK):
+    return plgpu.WGMMAAccumulatorRef((CHUNK, columns), jnp.float32)
+
+
+def half_of(half) -> object:
+    """Columns of a half of K."""
+    return pl.ds(half * CHUNK if isinstance(half, int) else pl.multiple_of(half * CHUNK, CHUNK), CHUNK)
+
+
+def read(ref) -> jax.Array:
+    return plgpu.load(ref, layout=WGMMA).astype(jnp.float32)
+
+
+def meet() -> None:
+    """Wait until every warp of the warpgroup is here: the compiler inserts no barriers of its own into these kernels.
+
+    Needed before memory is overwritten that another warp, or a product another warp has not waited for, may still read,
+    and before memory is read in another layout than it was written in. Also makes writes visible to the tensor cores
+    and the copy engine.
+    """
+    plgpu.commit_smem()
+
+
+def arrive(barrier) -> None:
+    """Tell the other warpgroup that what this one wrote can be read, and what it read overwritten."""
+    meet()
+    plgpu.barrier_arrive(barrier)
+
+
+def together(barrier) -> None:
+    """Wait until both warpgroups of the pair are here."""
+    arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def scratch() -> dict:
+    """Shared memory of a block. Inputs are overwritten by results of the same shape."""
+    tile, square = (PAIRS, CHUNK, WIDTH), (PAIRS, CHUNK, CHUNK)
+    block, pair_of_blocks = (smem((PAIRS, CHUNK, columns), jnp.float16, swizzle=32) for columns in (16, 32))
+    return {
+        "q": _loaded(tile),  # then queries
+        "k": _loaded(tile),  # then keys
+        "v": _loaded((PAIRS, 2, CHUNK, CHUNK)),  # halves of V; then U^T
+        "gate_left": plgpu.RefUnion(  # halves of K
+            smem(square, jnp.bfloat16),
+            plgpu.SMEM(square, jnp.bfloat16),
+            smem(square, jnp.float16),  # log-decays
+            [block, block, pair_of_blocks],  # the triangle
+        ),
+        "gate_right": plgpu.RefUnion(
+            smem(square, jnp.bfloat16),
+            plgpu.SMEM(square, jnp.bfloat16),
+            smem(square, jnp.float16),
+            [block, pair_of_blocks],  # the triangle's inverse on the way
+            smem(square, jnp.bfloat16),  # the mixing matrix
+        ),
+        "columns": smem(tile, jnp.bfloat16),  # then W
+        "decayed": smem(tile, jnp.float16),  # k 2^G
+        "scores": narrow_smem((PAIRS, CHUNK, CHUNK), jnp.bfloat16),
+        "factors": plgpu.SMEM((PAIRS, NUM_FACTORS, WIDTH), jnp.float32),
+        "bias": plgpu.SMEM((PAIRS, WIDTH), jnp.float32),
+        "beta": plgpu.SMEM((PAIRS, 2 * CHUNK), jnp.float32),
+        # Few arrays of them: the phases of each array take a register.
+        "loaded": plgpu.Barrier(num_arrivals=7, num_barriers=PAIRS),
+        "meetings": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS * len(_MEETINGS)),
+        "signals": plgpu.Barrier(num_barriers=PAIRS * len(_SIGNALS)),
+        "sums": smem((CHUNK, 2 * NUM_FACTORS), jnp.float16, swizzle=32),  # which tokens a factor sums over
+        "sums_loaded": plgpu.Barrier(),
+    }
+
+
+def _loaded(shape: tuple[int, ...]) -> object:
+    """Memory of one input, as the tensor cores want it and as plain rows."""
+    return plgpu.RefUnion(smem(shape, jnp.bfloat16), plgpu.SMEM(shape, jnp.bfloat16))
+
+
+def of_pair(buffers: list, pair) -> dict:
+    """A pair's part of allocated `scratch`, by name; further views of memory have names of their own."""
+    s = dict(zip(scratch(), buffers, strict=True))
+    *left, triangle = s.pop("gate_left")
+    *right, inverse, s["mixing"] = s.pop("gate_right")
+    s |= dict(zip(("diagonal", "beside", "below", "inverse", "left_inverse"), (*triangle, *inverse), strict=True))
+    for name, *views in zip(("gate", "gate_rows", "log_decay"), left, right, strict=True):
+        s[name] = [view.at[pair] for view in views]
+    for name in ("q", "k", "v"):
+        s[name], s[f"{name}_rows"] = (view.at[pair] for view in s[name])
+    for name in (
+        "diagonal",
+        "beside",
+        "below",
+        "inverse",
+        "left_inverse",
+        "mixing",
+        "columns",
+        "decayed",
+        "scores",
+        "factors",
+        "bias",
+        "beta",
+    ):
+        s[name] = s[name].at[pair]
+    s["loaded"] = s["loaded"].at[pair]
+    for barriers, names in ((s["meetings"], _MEETINGS), (s["signals"], _SIGNALS)):
+        s |= {name: barriers.at[pair * len(names) + index] for index, name in enumerate(names)}
+    return s
+
+
+def start_loads(s: dict, q, k, v, gate, bias, token, head) -> None:
+    """Begin copying a tile's raw inputs. Rows past the packed arrays read as zeros.
+
+    The copy engine fills memory in the tensor cores' layout only from tokens that are a multiple of 8. Others arrive as
+    plain rows, which `tidy` rearranges.
+    """
+    plgpu.copy_gmem_to_smem(bias.at[head], s["bias"], s["loaded"])
+
+    def load(rows, suffix: str):
+        halves = range(2)
+        for half in halves:
+            plgpu.copy_gmem_to_smem(gate.at[rows, head, half_of(half)], s["gate" + suffix][half], s["loaded"])
+        plgpu.copy_gmem_to_smem(k.at[rows, head], s["k" + suffix], s["loaded"])
+        plgpu.copy_gmem_to_smem(q.at[rows, head], s["q" + suffix], s["loaded"])
+        for half in halves:
+            plgpu.copy_gmem_to_smem(v.at[rows, head, half_of(half)], s["v" + suffix].at[half], s["loaded"])
+
+    @pl.when(token % _ROW_TILE == 0)
+    def _():
+        load(pl.ds(pl.multiple_of(token, _ROW_TILE), CHUNK), "")
+
+    @pl.when(token % _ROW_TILE != 0)
+    def _():
+        load(pl.ds(token, CHUNK), "_rows")
+
+
+def tidy(s: dict, token, rows, side) -> None:
+    """Rearrange what came as plain rows, and make rows from `rows` on inert; by both warpgroups, after all loads."""
+
+    def rearrange(*pairs):
+        for plain, tiled in pairs:
+            rows = plgpu.load(plain, layout=plgpu.Layout.SMEM_GMEM_COPY(plain.shape, jnp.bfloat16, 128))
+            meet()
+            tiled[...] = rows
+        meet()
+
+    def clear(*tiles, value=0.0):
+        for tile in tiles:  # what lies past the end may be anything, NaN included
+            tile[...] = jnp.where(iota(0) < rows, read(tile), value).astype(jnp.bfloat16)
+
+    halves = range(2)
+
+    @pl.when(token % _ROW_TILE != 0)
+    def _():
+        pl.when(side == KEY_SIDE)(
+            lambda: rearrange(*zip(s["gate_rows"], s["gate"], strict=True), (s["k_rows"], s["k"]))
+        )
+        pl.when(side == QUERY_SIDE)(lambda: rearrange((s["q_rows"], s["q"]), (s["v_rows"], s["v"])))
+
+    @pl.when(rows < CHUNK)
+    def _():
+        @pl.when(side == KEY_SIDE)
+        def _():
+            clear(*(s["k"].at[:, half_of(half)] for half in halves))
+            clear(*s["gate"], value=-jnp.inf)  # no decay
+
+        @pl.when(side == QUERY_SIDE)
+        def _():
+            clear(*(s["q"].at[:, half_of(half)] for half in halves), *(s["v"].at[half] for half in halves))
+
+    @pl.when((token % _ROW_TILE != 0) | (rows < CHUNK))
+    def _():
+        together(s["tidied"])
+
+
+def load_beta(s: dict, beta_logits, token, head, rows) -> None:
+    """Keep sigmoid of the tile's logits, 0 in dead rows, in shared memory: columns need them as well as rows."""
+    first = jnp.minimum(token, beta_logits.shape[0] - CHUNK)  # stay inside the array
+    logits = plgpu.load(beta_logits.at[pl.ds(first, CHUNK), head], layout=ROW, optimized=False)
+    s["beta"][pl.ds(0, CHUNK)] = jax.nn.sigmoid(logits.astype(jnp.float32))
+    meet()
+    shifted = plgpu.load(s["beta"].at[pl.ds(token - first, CHUNK)], layout=ROW)
+    meet()
+    s["beta"][pl.ds(0, CHUNK)] = jnp.where(jnp.arange(CHUNK) < rows, shifted, 0)
