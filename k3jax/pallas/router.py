@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import moe
 from k3jax.config import K3Config
-from k3jax.pallas import requirements, router_logits, router_map, router_select
+from k3jax.pallas import requirements, router_counts, router_logits, router_map, router_select
+from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
-from k3jax.pallas.router_map import MapTiles
 
 MAX_EXPERTS = 1024  # a thread of the tile map counts eight
 
@@ -37,7 +37,7 @@ def tiles_for(tokens: int, experts: int, width: int) -> RouterTiles:
     """Tiles by shape; not tuned on a GPU yet."""
     return RouterTiles(
         logits=router_logits.tiles_for(tokens, experts, width),
-        map=router_map.tiles_for(tokens),
+        map=router_counts.tiles_for(tokens),
     )
 
 
@@ -133,11 +133,9 @@ def dispatch_pallas(
 ) -> moe.Dispatch:
     """`moe.dispatch(experts - first_expert, num_local, tile)` of the choice, equal in every integer."""
     tokens, num_chosen = routed.routing.experts.shape
-    tiles = tiles or router_map.tiles_for(tokens)
+    tiles = tiles or router_counts.tiles_for(tokens)
     place = router_map.map_kernel(tokens, num_experts, num_chosen, num_local, tile, tiles, interpret)
-    table = ()
-    if tiles.num_chunks(tokens) > 1:
-        table = (router_map.chunk_kernel(tokens, num_experts, tiles, interpret)(routed.marks),)
+    table = router_counts.chunk_table(routed.marks, tokens, num_experts, tiles, interpret)
     return moe.Dispatch(*place(first_expert, routed.routing.experts, routed.marks, *table))
 
 

@@ -18,8 +18,8 @@ from k3jax.config import K3Config
 from k3jax.pallas import router
 from k3jax.pallas.kda_decode_cases import BF16, sigmoid
 from k3jax.pallas.router import RouterTiles, RouterWeights
+from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
-from k3jax.pallas.router_map import MapTiles
 
 LOGIT_LIMIT = 2e-6  # of |x| |w|, the norms: float32 sums of exact products
 SCORE_ERROR = 2e-7  # relative, of a float32 sigmoid

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
 from k3jax.attn_res import DepthWeights
-from k3jax.pallas import attn_res, moe_tail, router_logits, router_map, router_select
+from k3jax.pallas import attn_res, moe_tail, router_counts, router_logits, router_map, router_select
 
 WIDTH, LATENT, EXPERTS, CHOSEN, LAYERS = 7168, 3584, 896, 16, 3
 
@@ -53,7 +53,7 @@ def select(tokens: int, shares: int = 8) -> str:
 
 
 def tile_map(tokens: int, num_local: int = EXPERTS) -> str:
-    tiles = router_map.tiles_for(tokens)
+    tiles = router_counts.tiles_for(tokens)
     groups, lanes, columns = router_select.mark_shape(tokens, EXPERTS)
     marks = array(groups, lanes, columns, dtype=jnp.int8)
     kernel = router_map.map_kernel(tokens, EXPERTS, CHOSEN, num_local, 16, tiles)
@@ -61,7 +61,7 @@ def tile_map(tokens: int, num_local: int = EXPERTS) -> str:
     table = [i32(chunks, lanes, columns)] if chunks > 1 else []
     text = lowered(kernel, i32(1), i32(tokens, CHOSEN), marks, *table)
     if table:
-        text += lowered(router_map.chunk_kernel(tokens, EXPERTS, tiles), marks)
+        text += lowered(router_counts.chunk_kernel(tokens, EXPERTS, tiles), marks)
     return text
 
 

@@ -10,10 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax import presets
-from k3jax.pallas import router, router_cases, router_logits, router_map, router_select
+from k3jax.pallas import router, router_cases, router_counts, router_logits, router_select
 from k3jax.pallas.router_cases import RouterCase
+from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
-from k3jax.pallas.router_map import MapTiles
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -110,8 +110,8 @@ def test_tiles_that_cannot_be_are_refused():
         MapTiles(tokens=6)
     with pytest.raises(ValueError, match="chunk=100 must be"):
         MapTiles(tokens=32, chunk=100)
-    assert router_map.tiles_for(144).tokens == 1
-    assert router_map.tiles_for(8192).num_chunks(8192) == 32
+    assert router_counts.tiles_for(144).tokens == 1
+    assert router_counts.tiles_for(8192).num_chunks(8192) == 32
 
 
 def test_supported_names_what_is_not_covered():
