@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from k3jax.pallas import requirements
-from k3jax.pallas.kda_prefill_chunk import smem
+from k3jax.pallas.kda_prefill_memory import smem
 
 FEATURES = 64  # of a block: what wgmma multiplies at once
 ROW_MULTIPLE = 8  # TMA cuts rows of the tiled operand in eights

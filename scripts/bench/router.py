@@ -22,9 +22,9 @@ from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax import moe  # noqa: E402
-from k3jax.pallas import router_logits, router_map, router_select  # noqa: E402
+from k3jax.pallas import router_counts, router_logits, router_map, router_select  # noqa: E402
+from k3jax.pallas.router_counts import MapTiles  # noqa: E402
 from k3jax.pallas.router_logits import LogitTiles  # noqa: E402
-from k3jax.pallas.router_map import MapTiles  # noqa: E402
 
 WIDTH, EXPERTS, CHOSEN = 7168, 896, 16
 LAYERS = 12  # of 12.8 MB
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time other tilings of each kernel too")
     args = parser.parse_args()
     for tokens in args.tokens:
-        chosen = router_logits.tiles_for(tokens, EXPERTS, WIDTH), router_map.tiles_for(tokens)
+        chosen = router_logits.tiles_for(tokens, EXPERTS, WIDTH), router_counts.tiles_for(tokens)
         for logits, mapped in sweep(tokens, *chosen) if args.sweep else [chosen]:
             row = {"op": "router", "tokens": tokens}
             row |= {f"logits_{name}": value for name, value in dataclasses.asdict(logits).items()}
@@ -87,7 +87,7 @@ def measure(tokens: int, logit_tiles: LogitTiles, map_tiles: MapTiles) -> dict:
     marks = marks.reshape(router_select.mark_shape(tokens, EXPERTS))
     table = ()
     if map_tiles.num_chunks(tokens) > 1:
-        count = router_map.chunk_kernel(tokens, EXPERTS, map_tiles)
+        count = router_counts.chunk_kernel(tokens, EXPERTS, map_tiles)
         times["chunks_us"] = graph_us(count, [(marks,)])
         table = (_only(plgpu.as_torch_kernel(count)(marks)),)
     tile = moe.tile_size(tokens * CHOSEN, EXPERTS)

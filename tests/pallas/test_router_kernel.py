@@ -10,10 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax import presets
-from k3jax.pallas import router, router_cases, router_logits, router_map, router_select
+from k3jax.pallas import router, router_cases, router_counts, router_logits, router_select
 from k3jax.pallas.router_cases import RouterCase
+from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
-from k3jax.pallas.router_map import MapTiles
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 
@@ -54,13 +54,13 @@ def test_the_choice_is_by_biased_score_then_by_id(scale, bias, capsys):
 def test_the_models_functions_equal_the_oracle():
     case = dataclasses.replace(router_cases.CASES[0], tokens=20)
     inputs = router_cases.draw(case, rng())
-    weights = router.RouterWeights(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
+    weights = router.RouterStacks(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
     layer, live = int(inputs.layer[0]), inputs.live
     got = router.route_reference(
         layer, jnp.asarray(inputs.hidden), jnp.asarray(live), weights, router_cases.config_of(case)
     )
     logits = inputs.hidden[live].astype(np.float64) @ inputs.router[layer].astype(np.float64).T
-    ids, chosen_weights = (np.asarray(x)[live] for x in got)
+    ids, chosen_weights = (np.asarray(x)[live] for x in got[:2])
     wrong, error = router_cases.judge_choice(logits.astype(np.float32), inputs.bias[layer], ids, chosen_weights)
     assert wrong == 0
     assert error <= 1e-5  # its logits are its own
@@ -110,8 +110,8 @@ def test_tiles_that_cannot_be_are_refused():
         MapTiles(tokens=6)
     with pytest.raises(ValueError, match="chunk=100 must be"):
         MapTiles(tokens=32, chunk=100)
-    assert router_map.tiles_for(144).tokens == 1
-    assert router_map.tiles_for(8192).num_chunks(8192) == 32
+    assert router_counts.tiles_for(144).tokens == 1
+    assert router_counts.tiles_for(8192).num_chunks(8192) == 32
 
 
 def test_supported_names_what_is_not_covered():
