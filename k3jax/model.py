@@ -86,6 +86,7 @@ def feed_forward_of_normed(
     *,
     run_experts: Callable,
     finish_rows: Callable = moe.finish_rows,
+    route: Callable = moe.route_live,
     parallel: Parallel = SINGLE,
     live: Bool[Array, "T"] | None = None,
 ) -> Float[Array, "T D"]:
@@ -98,7 +99,7 @@ def feed_forward_of_normed(
         )
     stacks = moe.Stacks(params["moe"], index)
     return moe.feed_forward(
-        layer_params(params, "moe", index), normed, config, parallel, live, run_experts, finish_rows, stacks
+        layer_params(params, "moe", index), normed, config, parallel, live, run_experts, finish_rows, stacks, route
     )
 
 

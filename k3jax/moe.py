@@ -23,10 +23,42 @@ from k3jax.sharding.collectives import Parallel
 
 
 class Routing(NamedTuple):
-    """Chosen experts by falling biased score, and their weights (wide, summing to the scaling factor)."""
+    """Chosen experts by falling biased score, and their weights (wide, summing to the scaling factor).
+
+    A router that counts on the device leaves its marks (`pallas/router_select.py`) for an expert op that reads them.
+    """
 
     experts: Int[Array, "T k"]
     weights: Float[Array, "T k"]
+    marks: Int[Array, "groups lanes columns"] | None = None
+
+
+class RouterWeights(NamedTuple):
+    """Weights of the router: one layer's, or with `layer` the stacks of all, which a kernel reads in place."""
+
+    router: Float[Array, "E D"]
+    bias: Float[Array, "E"]
+    layer: int | None = None
+
+    @classmethod
+    def of(cls, params: Mapping, layer: int | None = None) -> RouterWeights:
+        """From the parameters of one layer, or from the stacks of all and the layer's place in them."""
+        return cls(params["router"], params["router_bias"], layer)
+
+    def alone(self) -> RouterWeights:
+        """This layer's arrays: static slices, free in an unrolled program."""
+        if self.layer is None:
+            return self
+        return RouterWeights(self.router[self.layer], self.bias[self.layer])
+
+
+def route_live(
+    x: Float[Array, "T D"], live: Bool[Array, "T"] | None, weights: RouterWeights, config: K3Config
+) -> Routing:
+    """`route`, and tokens that are not live to no expert: the op of the serving step."""
+    router, bias, _ = weights.alone()
+    routing = route(x, router, bias, config)
+    return routing if live is None else mask_padding(routing, live)
 
 
 def route(x: Float[Array, "T D"], router: Float[Array, "E D"], bias: Float[Array, "E"], config: K3Config) -> Routing:
@@ -233,7 +265,7 @@ def finish_rows_apart(
 
 def mask_padding(routing: Routing, live: Bool[Array, "T"]) -> Routing:
     """Send padded tokens to no expert."""
-    return Routing(jnp.where(live[:, None], routing.experts, -1), routing.weights)
+    return routing._replace(experts=jnp.where(live[:, None], routing.experts, -1))
 
 
 class Stacks(NamedTuple):
@@ -252,17 +284,17 @@ def feed_forward(
     run_experts: Callable,
     finish: Callable = finish_rows,
     stacks: Stacks | None = None,
+    run_router: Callable = route_live,
 ) -> Float[Array, "T D"]:
     """The whole block on flat tokens; `params` are one layer's.
 
+    `run_router(x, live, weights, config)` is the router's op, of `route_live`'s signature.
     `run_experts(z, routing, experts, config, first_expert)` is the expert op. It gives this rank's sums, or
     `ExpertRows`: then `finish`, of `finish_rows`'s signature, sums them, together with the norm where no other rank
     holds a part. Partial sums over ranks are reduced before the norm, as the maths demands: with replicated latent
     projections in one collective together with the shared expert, with sharded ones in three.
     """
-    routing = route(x, params["router"], params["router_bias"], config)
-    if live is not None:
-        routing = mask_padding(routing, live)
+    routing = run_router(x, live, RouterWeights.of(params) if stacks is None else RouterWeights.of(*stacks), config)
     experts = Experts.of(params) if stacks is None else Experts.of(*stacks)
     first = parallel.index() * experts.num_local if experts.num_local != config.num_experts else 0
     z = linear(x, params["latent_down"])

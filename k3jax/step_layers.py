@@ -107,6 +107,7 @@ def _between_mixers(
             before_ffn.normed,
             run_experts=ops.routed_experts,
             finish_rows=ops.finish_rows,
+            route=ops.route,
             parallel=parallel,
             live=live,
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from k3jax import attn_res, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
-from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_verify, moe_tail
+from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_verify, moe_tail, router
 
 Kernels = Literal["auto", "xla", "pallas"]
 MoeFinalize = Literal["deferred", "separate"]
@@ -21,6 +21,7 @@ KERNELS: dict[str, Callable] = {
     "kda_verify": kda_ops.verify,
     "kda_commit": kda_ops.commit,
     "depth_mix": attn_res_kernel.mix_and_norm,
+    "route": router.route_live,
     "routed_experts": expert_ops.routed_expert_rows,
     "finish_rows": moe_tail.finish_rows,
 }
@@ -43,6 +44,7 @@ class Ops:
     kda_commit: Callable = replay_serving.commit
     mla_verify: Callable = mla_verify.verify
     depth_mix: Callable = attn_res.mix_and_norm
+    route: Callable = moe.route_live
     routed_experts: Callable = moe.routed_experts
     finish_rows: Callable = moe.finish_rows  # of expert ops that leave their rows unsummed
 
@@ -137,6 +139,8 @@ def _refusal(op: str, situation: Situation) -> str | None:
     if op == "depth_mix":
         num_snapshots = sum(config.is_snapshot(layer) for layer in range(config.num_hidden_layers))
         return attn_res_kernel.supported(config.hidden_size, num_snapshots, *device)
+    if op == "route":
+        return router.supported(config, *device)
     if op in ("routed_experts", "finish_rows"):
         width = situation.expert_width or config.moe_intermediate_size
         refusal = expert_ops.supported(config, *device, width, situation.has_mxfp4_experts)

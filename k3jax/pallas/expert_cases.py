@@ -16,6 +16,7 @@ import numpy as np
 
 from k3jax import moe, presets
 from k3jax.config import K3Config
+from k3jax.pallas.router_cases import marks_of
 
 BF16 = ml_dtypes.bfloat16
 LIMIT = 1.05  # of the error of the bfloat16 product
@@ -132,8 +133,8 @@ class ExpertOperands(NamedTuple):
     layer: jax.Array | None  # None: the weights are one layer's
 
 
-def operands(inputs: ExpertInputs) -> ExpertOperands:
-    """The inputs on the device."""
+def operands(inputs: ExpertInputs, *, has_marks: bool = False) -> ExpertOperands:
+    """The inputs on the device, with the marks of the router's kernels if asked for."""
     case = inputs.case
     arrays, layer = (inputs.w13, inputs.w2, inputs.w13_scale, inputs.w2_scale), jnp.int32(inputs.layer)
     if case.layers is None:
@@ -146,9 +147,10 @@ def operands(inputs: ExpertInputs) -> ExpertOperands:
         moe_intermediate_size=case.inner,
         routed_expert_hidden_size=case.latent,
     )
+    marks = jnp.asarray(marks_of(inputs.experts, case.num_routed)) if has_marks else None
     return ExpertOperands(
         jnp.asarray(inputs.z),
-        moe.Routing(jnp.asarray(inputs.experts), jnp.asarray(inputs.weights)),
+        moe.Routing(jnp.asarray(inputs.experts), jnp.asarray(inputs.weights), marks),
         moe.Experts(w13, w2, w13_scale, w2_scale),
         config,
         case.first_expert,

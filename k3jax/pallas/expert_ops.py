@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax import moe, mxfp4
 from k3jax.config import K3Config
-from k3jax.pallas import expert_gemm, expert_plan, expert_repack, requirements
+from k3jax.pallas import expert_gemm, expert_map, expert_plan, expert_repack, requirements
 from k3jax.pallas.expert_repack import BLOCK, ROWS
 from k3jax.pallas.expert_tiles import GemmShape, GemmTiles, tile_rows, tiles_for
 
@@ -77,14 +77,21 @@ def routed_expert_rows(
     )
     assert (shapes[0].blocks * BLOCK, shapes[1].width) == (latent, latent), (shapes, latent)
     tiles = tiles or ExpertTiles(*(tiles_for(shape, rows) for shape in shapes))
-    plan = expert_plan.make_plan(routing.experts - first_expert, num_local, rows)
+    value, place, *visited = _placed(z, routing, config.num_experts, num_local, first_expert, rows, interpret)
     index = jnp.zeros(1, jnp.int32) if layer is None else jnp.asarray(layer, jnp.int32)[None]
-    visited = (plan.tile_expert, plan.tile_row, plan.tile_rows, plan.num_tiles, index)
-    value = z.at[plan.source].get(mode="promise_in_bounds")
     for shape, tile, weights, scales in zip(shapes, tiles, (w13, w2), (w13_scale, w2_scale), strict=True):
         flat = weights.reshape(-1, *weights.shape[-2:]), scales.reshape(-1, ROWS)
-        value = expert_gemm.build(shape, tile, interpret)(value, *flat, *visited)
-    return moe.ExpertRows(value, plan.place)
+        value = expert_gemm.build(shape, tile, interpret)(value, *flat, *visited, index)
+    return moe.ExpertRows(value, place)
+
+
+def _placed(z, routing: moe.Routing, num_experts: int, num_local: int, first_expert, tile: int, interpret):
+    """Rows in the order of their experts, and the plan: from the router's marks, or without them by sorting."""
+    if routing.marks is not None:
+        return expert_map.place_rows(z, routing, num_experts, num_local, first_expert, tile, interpret=interpret)
+    plan = expert_plan.make_plan(routing.experts - first_expert, num_local, tile)
+    rows = z.at[plan.source].get(mode="promise_in_bounds")
+    return expert_map.PlacedRows(rows, *plan[1:])
 
 
 def routed_experts_reference(

@@ -41,30 +41,22 @@ def tiles_for(tokens: int, experts: int, width: int) -> RouterTiles:
     )
 
 
-class RouterWeights(NamedTuple):
+class RouterStacks(NamedTuple):
     """Weights of all layers as they are stored, so that a layer is an index and not a copy."""
 
     router: Float[Array, "L E D"]
     bias: Float[Array, "L E"]
 
 
-class Routed(NamedTuple):
-    """The choice and the marks that `dispatch` counts."""
-
-    routing: moe.Routing  # ids of all experts, -1 for tokens that are not live
-    marks: Int[Array, "groups lanes columns"]  # see `router_select`
-
-
 def route_reference(
     layer: int,
     hidden: Float[Array, "T D"],
     live: Bool[Array, "T"] | None,
-    weights: RouterWeights,
+    weights: RouterStacks,
     config: K3Config,
 ) -> moe.Routing:
     """The model's own functions, for any float dtype."""
-    routing = moe.route(hidden, weights.router[layer], weights.bias[layer], config)
-    return routing if live is None else moe.mask_padding(routing, live)
+    return moe.route_live(hidden, live, moe.RouterWeights(*weights, layer), config)
 
 
 def dispatch_reference(routing: moe.Routing, num_local: int, first_expert: int | Array, tile: int) -> moe.Dispatch:
@@ -76,12 +68,12 @@ def route_parts(
     layer: Int[Array, "1"],
     hidden: Float[Array, "T D"],
     live: Bool[Array, "T"] | None,
-    weights: RouterWeights,
+    weights: RouterStacks,
     config: K3Config,
     *,
     tiles: RouterTiles | None = None,
     interpret=None,
-) -> tuple[Float[Array, "shares padded E"], Routed]:
+) -> tuple[Float[Array, "shares padded E"], moe.Routing]:
     """`route_pallas` with the partial logits, for checks."""
     (tokens, width), experts = hidden.shape, weights.bias.shape[-1]
     tiles = tiles or tiles_for(tokens, experts, width)
@@ -101,19 +93,19 @@ def route_parts(
     mask = () if live is None else (live.astype(jnp.int32),)
     chosen, chosen_weights, marks = choose(layer, logits, weights.bias, *mask)
     shape = router_select.mark_shape(tokens, experts)
-    return logits, Routed(moe.Routing(chosen, chosen_weights), marks.reshape(shape))
+    return logits, moe.Routing(chosen, chosen_weights, marks.reshape(shape))
 
 
 def route_pallas(
     layer: Int[Array, "1"],
     hidden: Float[Array, "T D"],
     live: Bool[Array, "T"] | None,
-    weights: RouterWeights,
+    weights: RouterStacks,
     config: K3Config,
     *,
     tiles: RouterTiles | None = None,
     interpret=None,
-) -> Routed:
+) -> moe.Routing:
     """Choose every token's experts; the same ids as the reference wherever scores differ by more than rounding.
 
     Rows in multiples of eight are read where they are, others are padded first, which costs a copy.
@@ -121,8 +113,18 @@ def route_pallas(
     return route_parts(layer, hidden, live, weights, config, tiles=tiles, interpret=interpret)[1]
 
 
+def route_live(
+    x: Float[Array, "T D"], live: Bool[Array, "T"] | None, weights: moe.RouterWeights, config: K3Config
+) -> moe.Routing:
+    """`moe.route_live` on the kernels, with the marks that the expert kernels count."""
+    stacks = RouterStacks(weights.router, weights.bias)
+    if weights.layer is None:
+        stacks = RouterStacks(weights.router[None], weights.bias[None])
+    return route_pallas(jnp.full(1, weights.layer or 0, jnp.int32), x, live, stacks, config)
+
+
 def dispatch_pallas(
-    routed: Routed,
+    routing: moe.Routing,
     num_experts: int,
     num_local: int,
     first_expert: Int[Array, "1"],
@@ -132,11 +134,12 @@ def dispatch_pallas(
     interpret=None,
 ) -> moe.Dispatch:
     """`moe.dispatch(experts - first_expert, num_local, tile)` of the choice, equal in every integer."""
-    tokens, num_chosen = routed.routing.experts.shape
+    assert routing.marks is not None, "the router's kernels leave marks, the reference does not"
+    tokens, num_chosen = routing.experts.shape
     tiles = tiles or router_counts.tiles_for(tokens)
     place = router_map.map_kernel(tokens, num_experts, num_chosen, num_local, tile, tiles, interpret)
-    table = router_counts.chunk_table(routed.marks, tokens, num_experts, tiles, interpret)
-    return moe.Dispatch(*place(first_expert, routed.routing.experts, routed.marks, *table))
+    table = router_counts.chunk_table(routing.marks, tokens, num_experts, tiles, interpret)
+    return moe.Dispatch(*place(first_expert, routing.experts, routing.marks, *table))
 
 
 def supported(config: K3Config, dtype, platform: str, compute_capability: float) -> str | None:

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax import presets
+from k3jax import moe, presets
 from k3jax.config import K3Config
-from k3jax.pallas import router
+from k3jax.pallas import expert_map, expert_plan, router, router_select
 from k3jax.pallas.kda_decode_cases import BF16, sigmoid
-from k3jax.pallas.router import RouterTiles, RouterWeights
+from k3jax.pallas.router import RouterStacks, RouterTiles
 from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
 
@@ -38,6 +38,7 @@ class RouterCase:
     experts: int = 128
     width: int = 256
     chosen: int = 4
+    latent: int = 256
     dead: tuple[int, ...] = ()  # tokens that are padding; their rows are NaN
     ties: bool = False  # experts in pairs with equal rows and biases
     favourites: int = 0  # local experts whose bias of 1e4 makes every token choose them
@@ -53,7 +54,7 @@ CASES = (
         name="all rows to four experts, chunks, last of four ranks", tokens=6, favourites=4, part=(3, 4), tiles=CHUNKED
     ),
 )
-K3 = RouterCase(name="K3", tokens=1, experts=896, width=7168, chosen=16, tiles=None)
+K3 = RouterCase(name="K3", tokens=1, experts=896, width=7168, chosen=16, latent=3584, tiles=None)
 GPU_CASES = tuple(
     dataclasses.replace(K3, name=f"K3, {name}", **changes)
     for name, changes in {
@@ -74,6 +75,7 @@ class RouterInputs:
 
     layer: np.ndarray  # [1]
     hidden: np.ndarray  # [T, D] bf16
+    z: np.ndarray  # [T, L] bf16, the experts' activations
     live: np.ndarray  # [T] bool
     router: np.ndarray  # [L, E, D] bf16
     bias: np.ndarray  # [L, E] float32
@@ -96,6 +98,7 @@ def draw(case: RouterCase, rng: np.random.Generator) -> RouterInputs:
     return RouterInputs(
         layer=np.array([layer], np.int32),
         hidden=hidden,
+        z=rng.standard_normal((case.tokens, case.latent)).astype(BF16),
         live=~np.isin(np.arange(case.tokens), case.dead),
         router=router_stack,
         bias=bias_stack,
@@ -110,10 +113,12 @@ class RouterVerdict:
     weight_error: float
     padding_is_nowhere: bool
     map_equal: bool
+    rows_equal: bool  # of the expert kernels, with their tiles
 
     @property
     def passed(self) -> bool:
-        return not self.wrong_ids and self.weight_error <= WEIGHT_LIMIT and self.padding_is_nowhere and self.map_equal
+        right = self.padding_is_nowhere and self.map_equal and self.rows_equal
+        return right and not self.wrong_ids and self.weight_error <= WEIGHT_LIMIT
 
 
 def judge_choice(logits: np.ndarray, bias: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> tuple[int, float]:
@@ -138,7 +143,7 @@ def judge_choice(logits: np.ndarray, bias: np.ndarray, chosen: np.ndarray, weigh
     return int(np.sum((chosen != wanted) & (is_far | is_tie))), float(error)
 
 
-def judge(case: RouterCase, inputs: RouterInputs, logits, routed: router.Routed, plan) -> RouterVerdict:
+def judge(case: RouterCase, inputs: RouterInputs, logits, routing: moe.Routing, plan, placed) -> RouterVerdict:
     """Compare a run with the oracle; `logits` are the kernel's own partial sums, checked against float64 too."""
     layer, live = inputs.layer[0], inputs.live
     summed = np.asarray(logits, np.float32)[0]
@@ -147,16 +152,43 @@ def judge(case: RouterCase, inputs: RouterInputs, logits, routed: router.Routed,
     hidden, rows = inputs.hidden[live].astype(np.float64), inputs.router[layer].astype(np.float64)
     size = np.linalg.norm(hidden, axis=1)[:, None] * np.linalg.norm(rows, axis=1)
     is_close = np.abs(summed[: case.tokens][live] - hidden @ rows.T) <= LOGIT_LIMIT * size
-    chosen, weights = np.asarray(routed.routing.experts), np.asarray(routed.routing.weights)
+    chosen, weights = np.asarray(routing.experts), np.asarray(routing.weights)
     wrong, error = judge_choice(summed[: case.tokens][live], inputs.bias[layer], chosen[live], weights[live])
     rank, parts = case.part
     num_local = case.experts // parts
-    expected = router.dispatch_reference(routed.routing, num_local, rank * num_local, case.tile)
+    expected = router.dispatch_reference(routing, num_local, rank * num_local, case.tile)
     return RouterVerdict(
         wrong_ids=wrong + int(np.sum(~is_close)),
         weight_error=error,
         padding_is_nowhere=bool(np.all(chosen[~live] == -1)),
         map_equal=all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(plan, expected, strict=True)),
+        rows_equal=plan_is_equal(inputs.z, routing, placed, num_local, rank * num_local, case.tile),
+    )
+
+
+def marks_of(experts: np.ndarray, num_experts: int) -> np.ndarray:
+    """The marks that `router_select` leaves of ids [T, k], -1 for tokens that are not live."""
+    groups, lanes, columns = router_select.mark_shape(len(experts), num_experts)
+    marks = np.zeros((groups, lanes * columns), np.int8)
+    token, rank = np.nonzero(experts >= 0)
+    group, row = np.divmod(token, router_select.GROUP)
+    np.add.at(marks, (group, experts[token, rank]), ((1 << router_select.COUNT_SHIFT) + (1 << row)).astype(np.int8))
+    return marks.reshape(groups, lanes, columns)
+
+
+def plan_is_equal(z, routing: moe.Routing, placed, num_local: int, first_expert: int, tile: int) -> bool:
+    """Whether placed rows and tiles are those of `expert_plan.make_plan`, as far as anything reads them."""
+    plan = expert_plan.make_plan(routing.experts - first_expert, num_local, tile)
+    count = int(plan.num_tiles[0])
+    place, bits = np.asarray(placed.place), (np.asarray(x).view(np.uint16) for x in (placed.rows, z))
+    rows, activations = bits
+    tokens, _ = np.nonzero(place >= 0)
+    return (
+        np.array_equal(place, plan.place)
+        and np.array_equal(placed.num_tiles, plan.num_tiles)
+        and all(np.array_equal(a[:count], b[:count]) for a, b in zip(placed[2:5], plan[2:5], strict=True))
+        and placed.rows.shape[0] == plan.source.shape[0]
+        and np.array_equal(rows[place[place >= 0]], activations[tokens])
     )
 
 
@@ -179,12 +211,14 @@ def run(case: RouterCase, rng: np.random.Generator, interpret=None) -> RouterVer
     route = functools.partial(router.route_parts, config=config, tiles=tiles, interpret=interpret)
 
     @jax.jit
-    def everything(layer, hidden, live, weights, first):
-        logits, routed = route(layer, hidden, live if case.dead else None, weights)
+    def everything(layer, hidden, live, z, weights, first):
+        logits, routing = route(layer, hidden, live if case.dead else None, weights)
         dispatch = functools.partial(router.dispatch_pallas, tiles=tiles.map, interpret=interpret)
-        return logits, routed, dispatch(routed, case.experts, num_local, first, case.tile)
+        plan = dispatch(routing, case.experts, num_local, first, case.tile)
+        place = functools.partial(expert_map.place_rows, tiles=tiles.map, interpret=interpret)
+        return logits, routing, plan, place(z, routing, case.experts, num_local, first[0], case.tile)
 
     first = jnp.array([rank * num_local], jnp.int32)
-    weights = RouterWeights(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
-    arguments = (jnp.asarray(x) for x in (inputs.layer, inputs.hidden, inputs.live))
+    weights = RouterStacks(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
+    arguments = (jnp.asarray(x) for x in (inputs.layer, inputs.hidden, inputs.live, inputs.z))
     return judge(case, inputs, *everything(*arguments, weights, first))

@@ -1,11 +1,14 @@
 """The routed experts' kernels on a GPU: every case with every tiling, fresh inputs, against a float64 oracle.
 
 Of K3's shapes, those with two layers hold more than 2^31 bytes of weights and run on the second; the first is random,
-so that reading it shows. Weights are repacked on the GPU, as at load. The unpacking itself is checked on every code
-with every scale, where the code 0.5 is subnormal before it is scaled: CPUs flush that, so no CPU test can do it.
+so that reading it shows. Rows are placed once by sorting and once by the router's marks. Weights are repacked on the
+GPU, as at load. The unpacking itself is checked on every code with every scale, where the code 0.5 is subnormal before
+it is scaled: CPUs flush that, so no CPU test can do it.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +36,22 @@ def check_experts() -> bool:
     for case in (*CASES, *GPU_CASES):
         tilings = [None] if case in GPU_CASES else [None, FEW, MANY]
         inputs = draw(case, np.random.default_rng())
-        for tiles in tilings:
-            outputs, sums = run(inputs, tiles)
+        for tiles, has_marks in itertools.product(tilings, (False, True)):
+            outputs, sums = run(inputs, tiles, has_marks)
             verdict = judge(inputs, *outputs, sums, beta=presets.k3().situ_beta, linear_beta=_linear_beta())
             passed.append(verdict.passed)
-            print(f"experts, {case.name}, {tiles or 'own tiles'}: {_word(verdict.passed)} {verdict}", flush=True)
+            rows = "rows by marks" if has_marks else "rows by sorting"
+            print(
+                f"experts, {case.name}, {rows}, {tiles or 'own tiles'}: {_word(verdict.passed)} {verdict}", flush=True
+            )
     return all(passed)
 
 
-def run(inputs: ExpertInputs, tiles: ExpertTiles | None) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+def run(
+    inputs: ExpertInputs, tiles: ExpertTiles | None, has_marks: bool
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
     """Expert rows with their places, and the weighted sums."""
-    z, routing, packed, config, first_expert, layer = operands(inputs)
+    z, routing, packed, config, first_expert, layer = operands(inputs, has_marks=has_marks)
     repacked = jax.jit(expert_ops.repack, donate_argnums=0)(packed)
 
     @jax.jit

@@ -1,4 +1,5 @@
-"""The router kernels on a GPU: every case of `k3jax/pallas/router_cases.py` against float64 and `moe.dispatch`.
+"""The router kernels on a GPU: every case of `k3jax/pallas/router_cases.py` against float64, `moe.dispatch`
+and `expert_plan.make_plan`.
 
 `python scripts/checks/router.py` on a machine with one; exit status 1 when a case fails.
 """
@@ -35,13 +36,13 @@ def _check(case: RouterCase) -> bool:
 def _repeats_itself() -> bool:
     case = next(case for case in router_cases.GPU_CASES if case.tokens == 144)
     inputs = router_cases.draw(case, np.random.default_rng())
-    weights = router.RouterWeights(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
+    weights = router.RouterStacks(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
     config = router_cases.config_of(case)
 
     @jax.jit
     def run(layer, hidden, first):
-        routed = router.route_pallas(layer, hidden, None, weights, config)
-        return routed.routing, router.dispatch_pallas(routed, case.experts, case.experts, first, case.tile)
+        routing = router.route_pallas(layer, hidden, None, weights, config)
+        return routing, router.dispatch_pallas(routing, case.experts, case.experts, first, case.tile)
 
     arguments = jnp.asarray(inputs.layer), jnp.asarray(inputs.hidden), jnp.zeros(1, jnp.int32)
     first = [np.asarray(x) for x in jax.tree.leaves(run(*arguments))]

@@ -102,7 +102,7 @@ def parts(config: K3Config, rows: int, context: int, ops: Ops) -> list[Part]:
     add(
         "router",
         config.num_moe_layers,
-        lambda w, p, i, x: _router(of(w, "moe", i), x, config),
+        lambda w, p, i, x: _router(moe.RouterWeights.of(w["moe"], i), x, config, ops),
         gemm(rows, (896, hidden)),
     )
     hit = config.num_experts * (1 - (1 - config.num_experts_per_token / config.num_experts) ** rows)
@@ -110,7 +110,7 @@ def parts(config: K3Config, rows: int, context: int, ops: Ops) -> list[Part]:
     add(
         "routed experts",
         config.num_moe_layers,
-        lambda w, p, i, x: _experts(of(w, "moe", i), moe.Experts.of(w["moe"], i), x, config, ops),
+        lambda w, p, i, x: _experts(moe.Stacks(w["moe"], i), x, config, ops),
         floor_us(expert_bytes, rows * config.num_experts_per_token * 6 * latent * inter),
     )
     add(
@@ -219,15 +219,15 @@ def _mla_attention(params, x, pools, layer, config, ops, context, is_prefill):
     return _to_hidden(out[:rows], x.shape[-1])
 
 
-def _router(params, x, config):
-    routing = moe.route(x, params["router"], params["router_bias"], config)
+def _router(weights, x, config, ops):
+    routing = ops.route(x, None, weights, config)
     return _to_hidden(routing.weights + routing.experts, x.shape[-1])
 
 
-def _experts(params, experts, x, config, ops):
-    routing = moe.route(x, params["router"], params["router_bias"], config)
+def _experts(stacks, x, config, ops):
+    routing = ops.route(x, None, moe.RouterWeights.of(*stacks), config)
     z = x[:, : config.routed_expert_hidden_size]
-    y = ops.routed_experts(z, routing, experts, config, 0)
+    y = ops.routed_experts(z, routing, moe.Experts.of(*stacks), config, 0)
     if isinstance(y, moe.ExpertRows):
         y = ops.finish_rows(y, routing, None, config.rms_norm_eps)
     return _to_hidden(y, x.shape[-1])

@@ -1,4 +1,4 @@
-"""Lower the attention-residual and router kernels at K3's sizes for CUDA on a machine without a GPU.
+"""Lower the attention-residual, router and row-placing kernels at K3's sizes for CUDA on a machine without a GPU.
 
 `python moe_lowering.py 10.3` lowers those without wgmma for compute capability 10.3 instead of 9.0: JAX reads it from
 the device, so the process has to start with another answer.
@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 
+from k3jax import moe
 from k3jax.attn_res import DepthWeights
-from k3jax.pallas import attn_res, moe_tail, router_counts, router_logits, router_map, router_select
+from k3jax.pallas import attn_res, expert_map, moe_tail, router_counts, router_logits, router_map, router_select
 
 WIDTH, LATENT, EXPERTS, CHOSEN, LAYERS = 7168, 3584, 896, 16, 3
 
@@ -63,6 +64,16 @@ def tile_map(tokens: int, num_local: int = EXPERTS) -> str:
     if table:
         text += lowered(router_counts.chunk_kernel(tokens, EXPERTS, tiles), marks)
     return text
+
+
+def placed(tokens: int, num_local: int = EXPERTS) -> str:
+    marks = array(*router_select.mark_shape(tokens, EXPERTS), dtype=jnp.int8)
+    routing = moe.Routing(i32(tokens, CHOSEN), array(tokens, CHOSEN), marks)
+
+    def run(z, routing, first):
+        return expert_map.place_rows(z, routing, EXPERTS, num_local, first, 16)
+
+    return lowered(run, bf16(tokens, LATENT), routing, i32())
 
 
 def lowered(run, *arguments) -> str:

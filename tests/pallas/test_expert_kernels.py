@@ -11,10 +11,11 @@ import pytest
 from mosaic_interpreter import interpreter
 
 from k3jax import moe, presets
-from k3jax.pallas import expert_cases, expert_gemm, expert_ops
+from k3jax.pallas import expert_cases, expert_gemm, expert_ops, router_counts
 from k3jax.pallas.expert_cases import CASES, ExpertInputs, draw, expert_outputs, judge
 from k3jax.pallas.expert_ops import ExpertTiles
 from k3jax.pallas.expert_tiles import GemmShape, GemmTiles, tile_rows, tiles_for
+from k3jax.pallas.router_counts import MapTiles
 
 BETAS = (presets.k3().situ_beta, presets.k3().situ_linear_beta)
 FEW = ExpertTiles(
@@ -32,15 +33,15 @@ def rng() -> np.random.Generator:
     return np.random.default_rng()
 
 
-def arguments(inputs: ExpertInputs) -> tuple:
+def arguments(inputs: ExpertInputs, has_marks: bool = False) -> tuple:
     """What the op takes, and the keyword of the layer."""
-    z, routing, packed, config, first_expert, layer = expert_cases.operands(inputs)
+    z, routing, packed, config, first_expert, layer = expert_cases.operands(inputs, has_marks=has_marks)
     return (z, routing, jax.jit(expert_ops.repack)(packed), config, first_expert), layer
 
 
-def assert_passes(name: str, tiles: ExpertTiles, capsys) -> None:
+def assert_passes(name: str, tiles: ExpertTiles, capsys, has_marks: bool = False) -> None:
     inputs = draw(BY_NAME[name], rng())
-    operands, layer = arguments(inputs)
+    operands, layer = arguments(inputs, has_marks)
     outputs = expert_ops.routed_expert_rows(*operands, layer=layer, tiles=tiles, interpret=interpreter())
     sums = moe.finish_rows(outputs, operands[1], None, 0.0)
     rows, place = np.asarray(outputs.rows), np.asarray(outputs.place)
@@ -53,6 +54,12 @@ def assert_passes(name: str, tiles: ExpertTiles, capsys) -> None:
 def test_tiles_of_few_rows_equal_the_oracle_without_races(name, capsys):
     """What no kernel writes is NaN before it; partial sums over K meet in shared memory (D07, D08)."""
     assert_passes(name, FEW, capsys)
+
+
+def test_rows_placed_by_marks_are_enough(capsys, monkeypatch):
+    """Rows that nobody places are NaN: nothing may come of them."""
+    monkeypatch.setattr(router_counts, "tiles_for", lambda tokens: MapTiles(tokens=1, min_blocks=1))
+    assert_passes("a slice of the experts, padding", FEW, capsys, has_marks=True)
 
 
 @pytest.mark.parametrize("name", ["several tiles of one expert"])

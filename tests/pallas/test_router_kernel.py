@@ -54,13 +54,13 @@ def test_the_choice_is_by_biased_score_then_by_id(scale, bias, capsys):
 def test_the_models_functions_equal_the_oracle():
     case = dataclasses.replace(router_cases.CASES[0], tokens=20)
     inputs = router_cases.draw(case, rng())
-    weights = router.RouterWeights(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
+    weights = router.RouterStacks(jnp.asarray(inputs.router), jnp.asarray(inputs.bias))
     layer, live = int(inputs.layer[0]), inputs.live
     got = router.route_reference(
         layer, jnp.asarray(inputs.hidden), jnp.asarray(live), weights, router_cases.config_of(case)
     )
     logits = inputs.hidden[live].astype(np.float64) @ inputs.router[layer].astype(np.float64).T
-    ids, chosen_weights = (np.asarray(x)[live] for x in got)
+    ids, chosen_weights = (np.asarray(x)[live] for x in got[:2])
     wrong, error = router_cases.judge_choice(logits.astype(np.float32), inputs.bias[layer], ids, chosen_weights)
     assert wrong == 0
     assert error <= 1e-5  # its logits are its own

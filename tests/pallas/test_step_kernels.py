@@ -15,7 +15,14 @@ from k3jax.sharding.mesh import make_mesh, parallel_of
 from tests.k3jax.draft_models import draft_config
 from tests.k3jax.golden_data import mini_config
 
-CONFIG = mini_config(kda_head_dim=128, hidden_size=256, routed_expert_hidden_size=512, moe_intermediate_size=128)
+CONFIG = mini_config(
+    kda_head_dim=128,
+    hidden_size=256,
+    routed_expert_hidden_size=512,
+    moe_intermediate_size=128,
+    num_experts=128,
+    num_experts_per_token=4,
+)
 HOPPER = dispatch.Situation(
     platform="gpu", config=CONFIG, dtype=jnp.dtype(jnp.bfloat16), compute_capability=9.0, drafts=4
 )
@@ -38,6 +45,7 @@ def test_kernels_that_were_asked_for_run_and_say_so():
         ({"rollback": "snapshot"}, {"kda_verify", "kda_commit"}, "snapshots"),
         ({"drafts": 16}, {"kda_verify", "kda_commit"}, "17 tokens"),
         ({"expert_width": 64}, {"routed_experts", "finish_rows"}, "64, is no multiple"),
+        ({"config": dataclasses.replace(CONFIG, num_experts=96)}, {"route"}, "96 experts"),
         ({"has_mxfp4_experts": False}, {"routed_experts", "finish_rows"}, "not in MXFP4"),
     ],
 )
@@ -113,5 +121,6 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
         text = program.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
         in_mixers = len(CONFIG.kda_layers) + (1 if drafts else 0)
         between = 2 * CONFIG.num_hidden_layers - 1  # in front of every feed-forward, and of every mixer but the first
-        in_experts = 3 * CONFIG.num_moe_layers
-        assert text.count("custom_call @mosaic_gpu") == in_mixers + between + in_experts
+        in_router = 2 * CONFIG.num_moe_layers
+        in_experts = 4 * CONFIG.num_moe_layers  # rows placed, two products, the sum
+        assert text.count("custom_call @mosaic_gpu") == in_mixers + between + in_router + in_experts
