@@ -1,10 +1,14 @@
 """Time the routed experts at K3's shapes on a GPU: one JSON line per shape and number of tokens.
 
-`gated_us` and `plain_us` are the two kernels, each by replaying a CUDA graph whose calls choose other experts of other
-layers, so that weights are cold; `kernels_us` is their sum. `us` is the whole op in a jitted program of many calls:
-plan, gather, both kernels and the weighted sum, as the peer's figure has its alignment and its sum. `floor_us` is the
-larger of the weights of the experts chosen, read once, and the arithmetic. `--peers FILE` takes the JSON lines of the
-peers from the same session and prints a table with the bars instead; `--sweep` times other tilings as well.
+`us` is the whole op in one CUDA graph: rows placed from the router's marks (above 256 tokens with the chunks' counts),
+both products, and the weighted sum without the norm, one kernel each, every one waiting for the one before. The marks
+are made beforehand: the peer's figure has its alignment and its sum as well, but not its router. The graph's calls
+choose other experts of other layers, so that weights are cold.
+
+`place_us`, `chunks_us`, `gated_us`, `plain_us` and `sum_us` are the kernels by themselves, each in a graph of its own;
+`kernels_us` is the two products. `program_us` is the same op in a jitted program of many calls, launched by the host.
+`floor_us` is the larger of the weights of the experts chosen, read once, and the arithmetic. `--peers FILE` takes the
+JSON lines of the peers from the same session and prints a table with the bars instead; `--sweep` times other tilings.
 """
 
 from __future__ import annotations
@@ -26,12 +30,13 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
-from bench.graph import graph_us  # noqa: E402
+from bench.graph import graph_us, replay_us  # noqa: E402
 
 from k3jax import moe, presets  # noqa: E402
-from k3jax.pallas import expert_gemm, expert_ops, expert_plan  # noqa: E402
+from k3jax.pallas import expert_gemm, expert_map, expert_ops, expert_plan, lines, moe_tail, router_cases, router_counts  # noqa: E402
 from k3jax.pallas.expert_ops import ExpertTiles  # noqa: E402
 from k3jax.pallas.expert_tiles import GemmShape, tile_rows, tiles_for  # noqa: E402
+from k3jax.pallas.moe_tail import TailTiles  # noqa: E402
 
 TOKENS = (1, 9, 36, 144, 1024, 8192)
 SHAPES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
@@ -117,52 +122,94 @@ def setup(tokens: int, experts: int, inter: int, rows: int) -> Setup:
 
 
 def measure(tokens: int, experts: int, inter: int, rows: int) -> dict:
-    """Microseconds of the kernels and of the op, and the floor."""
+    """Microseconds of the op and of its kernels, and the floor."""
     s = setup(tokens, experts, inter, rows)
-    times = {name: kernel_us(s, which) for which, name in enumerate(("gated_us", "plain_us"))}
+    times = graph_times(s, tokens, experts)
     hit = statistics.mean(len(np.unique(ids)) for ids in s.experts)
     moved = hit * 3 * LATENT * inter * (1 / 2 + 1 / 32)
     flop = tokens * TOP_K * 6 * LATENT * inter
-    kernels = sum(times.values())
+    kernels = times["gated_us"] + times["plain_us"]
     return {
-        "us": round(op_us(s, tokens, experts, inter), 1),
+        "us": round(times.pop("us"), 1),
         "kernels_us": round(kernels, 1),
         **{name: round(us, 1) for name, us in times.items()},
+        "program_us": round(op_us(s, tokens, experts, inter), 1),
         "floor_us": round(max(moved / READ_BYTES_PER_S, flop / FLOP_PER_S) * 1e6, 1),
         "tb_per_s": round(moved / kernels / 1e6, 2),
         "tflops": round(flop / kernels / 1e6, 1),
     }
 
 
-def kernel_us(s: Setup, which: int) -> float:
-    """One of the two kernels by CUDA graph."""
+def graph_times(s: Setup, tokens: int, experts: int) -> dict[str, float]:
+    """The op and each of its kernels by CUDA graph."""
     import torch  # pyright: ignore[reportMissingImports]
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    shape, tiles = s.shapes[which], s.tiles[which]
-    kernel = expert_gemm.build(shape, tiles)
-    num_tiles = LAYERS * shape.experts * shape.pairs * shape.blocks * 2
+    map_tiles, tail_tiles = router_counts.tiles_for(tokens), TailTiles()
+    dtype, view = jnp.dtype(jnp.bfloat16), lines.view(LATENT, tail_tiles.warpgroups, tail_tiles.vector)
+    num_rows = s.shapes[0].num_rows
+    kernels = {
+        "place_us": expert_map.place_kernel(
+            tokens, experts, TOP_K, experts, s.tiles.gated.rows, LATENT, dtype, map_tiles
+        ),
+        **{
+            name: expert_gemm.build(shape, tiles)
+            for name, shape, tiles in zip(("gated_us", "plain_us"), s.shapes, s.tiles, strict=True)
+        },
+        "sum_us": moe_tail.tail_kernel((tokens, TOP_K, num_rows, LATENT), dtype, False, tail_tiles, 0.0),
+    }
+    if map_tiles.num_chunks(tokens) > 1:
+        kernels["chunks_us"] = router_counts.chunk_kernel(tokens, experts, map_tiles)
+    run = {name: plgpu.as_torch_kernel(kernel) for name, kernel in kernels.items()}
+
+    def tensor(values):
+        return torch.from_numpy(np.array(values)).cuda()
 
     def bits(*size, dtype):
         return torch.randint(-(2**31), 2**31 - 1, size, device="cuda", dtype=torch.int32).view(dtype)
 
-    words = bits(num_tiles, 64, 16, dtype=torch.uint16)
-    scales = torch.full((num_tiles, 64), SCALES, device="cuda", dtype=torch.int32).view(torch.uint32)
-    values = torch.randn(shape.num_rows, shape.blocks * 128, device="cuda").bfloat16()
-    plan_of = jax.jit(expert_plan.make_plan, static_argnums=(1, 2))
-    calls = []
-    for index, ids in enumerate(s.experts):
-        plan = plan_of(jnp.asarray(ids), shape.experts, tiles.rows)
-        layer = np.array([index % LAYERS], np.int32)
-        visited = (plan.tile_expert, plan.tile_row, plan.tile_rows, plan.num_tiles, layer)
-        calls.append((values, words, scales, *(torch.from_numpy(np.array(x)).cuda() for x in visited)))
-    us = graph_us(kernel, calls)
-    del words, scales, values, calls
+    def weights(shape: GemmShape):
+        num_tiles = LAYERS * shape.experts * shape.pairs * shape.blocks * 2
+        scales = torch.full((num_tiles, 64), SCALES, device="cuda", dtype=torch.int32).view(torch.uint32)
+        return bits(num_tiles, 64, 16, dtype=torch.uint16), scales
+
+    gated, plain = (weights(shape) for shape in s.shapes)
+    z = torch.randn(tokens, LATENT // expert_map.LINE, expert_map.LINE, device="cuda").bfloat16()
+    factors = torch.full((tokens, TOP_K), 1 / TOP_K, device="cuda")
+    calls: dict[str, list[tuple]] = {name: [] for name in kernels}
+
+    def op(first, ids, marks, layer, keeps=False):
+        def call(name: str, *arguments):
+            if keeps:
+                calls[name].append(arguments)
+            return run[name](*arguments)
+
+        table = (_only(call("chunks_us", marks)),) if "chunks_us" in run else ()
+        rows, place, *visited = call("place_us", first, ids, marks, z, *table)
+        inner = _only(call("gated_us", rows.view(num_rows, LATENT), *gated, *visited, layer))
+        rows = _only(call("plain_us", inner, *plain, *visited, layer))
+        return call("sum_us", place, factors, rows.view(num_rows, *view))
+
+    given = [
+        (tensor([0]).int(), tensor(ids), tensor(router_cases.marks_of(ids, experts)), tensor([index % LAYERS]).int())
+        for index, ids in enumerate(s.experts)
+    ]
+    times = {"us": replay_us(op, given)}
+    for arguments in given:
+        op(*arguments, keeps=True)
+    times |= {name: graph_us(kernel, calls[name]) for name, kernel in kernels.items()}
+    calls.clear()
     torch.cuda.empty_cache()
-    return us
+    return times
+
+
+def _only(result):
+    """The result of a kernel that has one."""
+    return result[0] if isinstance(result, (tuple, list)) else result
 
 
 def op_us(s: Setup, tokens: int, experts: int, inter: int) -> float:
-    """The whole op, many calls in one program."""
+    """The whole op, many calls in one program that the host launches."""
     config = dataclasses.replace(CONFIG, num_experts=experts, moe_intermediate_size=inter)
 
     pairs13, blocks13, pairs2, blocks2 = inter // 64, LATENT // 128, LATENT // 128, inter // 128
@@ -176,25 +223,26 @@ def op_us(s: Setup, tokens: int, experts: int, inter: int) -> float:
     scores = jnp.full((tokens, TOP_K), 1 / TOP_K, jnp.float32)
 
     @jax.jit
-    def program(z, choices, weights):
+    def program(z, choices, marks, weights):
         for index in range(CALLS):
-            routing = moe.Routing(choices[index], scores)
+            routing = moe.Routing(choices[index], scores, marks[index])
             outputs = expert_ops.routed_expert_rows(
                 z, routing, weights, config, layer=jnp.int32(index % LAYERS), tiles=s.tiles
             )
-            total = moe.finish_rows(outputs, routing, None, config.rms_norm_eps)
+            total = moe_tail.finish_rows(outputs, routing, None, config.rms_norm_eps)
             # The next call waits for this one, and nothing grows.
             z = jnp.where(jnp.isnan(total), z, z + 0 * total.astype(z.dtype))
         return z
 
     z = jax.random.normal(jax.random.key(2), (tokens, LATENT), jnp.bfloat16)
     choices = jnp.asarray(np.stack(s.experts))
-    compiled = program.lower(z, choices, weights).compile()
+    marks = jnp.asarray(np.stack([router_cases.marks_of(ids, experts) for ids in s.experts]))
+    compiled = program.lower(z, choices, marks, weights).compile()
     times = []
     for _ in range(RUNS + 1):
         jax.block_until_ready(z)
         start = time.perf_counter()
-        jax.block_until_ready(compiled(z, choices, weights))
+        jax.block_until_ready(compiled(z, choices, marks, weights))
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:]) / CALLS * 1e6
 

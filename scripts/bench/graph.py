@@ -19,10 +19,15 @@ def graph_us(kernel: Callable, calls: Sequence[tuple]) -> float:
 
     Cold if the calls together touch more memory than the L2 cache holds.
     """
-    import torch  # pyright: ignore[reportMissingImports]
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    run = plgpu.as_torch_kernel(kernel)
+    return replay_us(plgpu.as_torch_kernel(kernel), calls)
+
+
+def replay_us(run: Callable, calls: Sequence[tuple]) -> float:
+    """`graph_us` of a function of torch arguments, with one or several kernels that wait for each other."""
+    import torch  # pyright: ignore[reportMissingImports]
+
     for call in calls[:2]:
         run(*call)
     torch.cuda.synchronize()
