@@ -27,8 +27,11 @@ _STRUCK = jnp.iinfo(jnp.int32).min
 
 
 def mark_columns(experts: int) -> int:
-    """Marks a lane of the tile map owns: a power of two, so that they load at once."""
-    return 1 << (experts // LANES - 1).bit_length()
+    """Marks a lane of the tile map owns: a power of two, so that they load at once, and two at least.
+
+    Single words would be read by `ldmatrix`, which takes aligned rows only, and their layout takes minutes to infer.
+    """
+    return 1 << max(1, (experts - 1) // LANES).bit_length()
 
 
 def mark_shape(tokens: int, experts: int) -> tuple[int, int, int]:
