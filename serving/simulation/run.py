@@ -147,6 +147,9 @@ def simulate(
             now += cost.draft_s(len(rows), num_verified, is_drafting=plan.is_drafting)
         for delta in scheduler.apply(StepResult(step=plan.step, rows=tuple(rows))):
             timeline = open_requests[delta.request_id]
+            if delta.finish_reason is None and timeline.num_tokens:
+                timeline.num_tokens += len(delta.token_ids)
+                continue
             if not timeline.num_tokens:
                 timeline.first_s = now
                 ttft.append(now - timeline.arrival_s)
