@@ -17,7 +17,7 @@ from k3jax.conversion import side_files, units
 from k3jax.conversion.checks import check_source
 from k3jax.conversion.jobs import Need, Options, Watch, WorkItem, check_need, identity, remove, run_items
 from k3jax.conversion.orbax_writer import sync, write_unit
-from k3jax.conversion.partial_folder import ConversionError, PartialFolder
+from k3jax.conversion.partial_folder import ConversionError, PartialFolder, refuse_inside
 from k3jax.conversion.recipes import Output, Recipe, plan_recipes
 from k3jax.conversion.streaming import Extent, InterruptedConversion, OutputFile, Stream
 from k3jax.conversion.verify import verify
@@ -33,6 +33,7 @@ def to_orbax(
 ) -> None:
     """Write an Orbax folder. Raises `LoadError` for the source, `ConversionError` for target and disk."""
     options, watch = options or Options(), watch or Watch()
+    refuse_inside(Path(source), Path(target))
     checkpoint, rules, recipes, layout, files = _prepare(Path(source), options)
     planned = {
         unit.path: unit
@@ -76,6 +77,7 @@ def to_hf(
 ) -> None:
     """Write a Hugging Face folder. Raises `LoadError` for the source, `ConversionError` for target and disk."""
     options, watch = options or Options(), watch or Watch()
+    refuse_inside(Path(source), Path(target))
     checkpoint, rules, recipes, layout, files = _prepare(Path(source), options)
     shards = layout.shards()
     by_shard: dict[str, list[Recipe]] = {}

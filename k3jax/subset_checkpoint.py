@@ -20,6 +20,7 @@ import numpy as np
 from k3jax.checkpoint_reader import DTYPES, INDEX_FILE, PARTIAL_SUFFIX, Checkpoint, LoadError, open_checkpoint
 from k3jax.config import ConfigError, K3Config
 from k3jax.conversion import side_files
+from k3jax.conversion.partial_folder import refuse_inside
 from k3jax.folder_config import FolderConfig, find_problems, read_folder
 from k3jax.loading import expert_format, is_skipped
 from k3jax.params import abstract, flatten
@@ -56,9 +57,11 @@ def write_subset(
     Raises:
         ConfigError: the configuration or the numbers asked for.
         LoadError: every fault of the source's tensors.
+        ConversionError: the target lies inside the source.
         OSError: the target exists, or the disk has not enough room.
     """
     source, target = Path(source), Path(target)
+    refuse_inside(source, target)
     partial = target.with_name(target.name + PARTIAL_SUFFIX)
     for path in (target, partial):
         if path.exists():

@@ -98,11 +98,13 @@ def check_need(
     watch: Watch,
     side_bytes: int,
 ) -> None:
-    """Announce what is needed. Raises `ConversionError` when the disk is too small."""
+    """Announce what is needed. Raises `ConversionError` when the disk is too small; of a new run nothing is left."""
     need = _need(partial, items, checkpoint, options, watch, side_bytes)
     if watch.announce:
         watch.announce(need)
     if need.disk_bytes > need.free_bytes:
+        if not partial.done:
+            partial.discard()
         raise ConversionError(
             f"not enough disk for {partial.target}: {need.disk_bytes:,} bytes are needed, {need.free_bytes:,} are "
             "free. Free some, or choose a target on another disk."

@@ -25,6 +25,12 @@ class ConversionError(ValueError):
     """A conversion that cannot start, or whose result is not right. The message says what to do."""
 
 
+def refuse_inside(source: Path, target: Path) -> None:
+    """Raise `ConversionError` for a target inside the source: the source would change, and hold its own result."""
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConversionError(f"{target} lies inside {source}, which must stay as it is. Choose a target beside it.")
+
+
 class PartialFolder:
     """`with` takes the folder for this process; leaving it keeps what is done."""
 
@@ -101,6 +107,6 @@ class PartialFolder:
         self.journal.unlink()
 
     def discard(self) -> None:
-        """Remove everything: the source has contents that no later run could accept."""
+        """Remove everything: no later run could use what is there."""
         shutil.rmtree(self.folder)
         self.journal.unlink()

@@ -11,6 +11,7 @@ import pytest
 import k3jax
 from k3jax import convert
 from k3jax.config import ConfigError
+from k3jax.subset_checkpoint import write_subset
 from scripts import convert_checkpoint
 from tests.conversion.conversion_data import CONFIG, EXPERTS, INDEX, MODEL, change, contents, leftovers, mini, shard
 from tests.k3jax.golden_data import random_tensors, write_checkpoint
@@ -170,9 +171,21 @@ def test_a_disk_that_is_too_small_is_found_before_a_byte_is_written(tmp_path, co
     with pytest.raises(convert.ConversionError) as error:
         convert_to(source, target, watch=convert.Watch(free_bytes=lambda folder: 1234))
     assert "bytes are needed, 1,234 are free" in str(error.value)
-    assert not any(path.is_file() for path in (tmp_path / "out.partial").rglob("*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
     convert_to(source, target)
     assert convert.verify(source, target) == []
+
+
+@BOTH
+def test_a_target_inside_the_source_is_refused(tmp_path, convert_to):
+    source = mini(tmp_path / "source")
+    before = contents(source)
+    for target in (source / "out", source / "new" / "out", tmp_path / "source" / ".." / "source" / "out"):
+        with pytest.raises(convert.ConversionError, match="lies inside"):
+            convert_to(source, target)
+        with pytest.raises(convert.ConversionError, match="lies inside"):
+            write_subset(source, target, num_layers=1)
+    assert contents(source) == before
 
 
 def test_a_side_file_with_the_name_of_the_manifest_is_refused(tmp_path):
