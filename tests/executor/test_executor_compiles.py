@@ -66,6 +66,7 @@ def test_start_up_reports_its_programs(executor):
         "mla_decode",
         "mla_prefill",
         "depth_mix",
+        "route",
         "routed_experts",
     }
 
