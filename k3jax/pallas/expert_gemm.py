@@ -24,20 +24,11 @@ from k3jax.pallas.expert_plan import ALIGNMENT
 from k3jax.pallas.expert_repack import BLOCK, ROWS, WORDS
 from k3jax.pallas.expert_tiles import GemmShape, GemmTiles
 from k3jax.pallas.expert_unpack import WGMMA, left_operands, load_scales, load_words
+from k3jax.pallas.shared_memory import swizzled
 
 _PRODUCER_REGISTERS = 40
 _REGISTERS = 65536 // 128
 _GROUPS = 4  # of 32 inputs in a block
-
-
-def smem(shape: tuple[int, ...], dtype, swizzle: int) -> object:
-    """Shared memory laid out for the tensor cores: rows of `swizzle` bytes in tiles of 8, swizzled."""
-    columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (
-        plgpu.TilingTransform((ALIGNMENT, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
 def situ(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) -> jax.Array:
@@ -53,10 +44,10 @@ def _scratch(shape: GemmShape, tiles: GemmTiles) -> dict:
     fetched = (tiles.rings * tiles.stages, tiles.pairs, 2 * tiles.blocks)
     outputs = 1 if shape.gate else 2
     scratch = {
-        "weights": smem((*fetched, ROWS, WORDS), jnp.uint16, 64),
+        "weights": swizzled((*fetched, ROWS, WORDS), jnp.uint16, 64),
         "scales": plgpu.SMEM((*fetched, ROWS), jnp.uint32),
-        "rows": smem((fetched[0], tiles.rows, tiles.blocks * BLOCK), jnp.bfloat16, 64),
-        "out": smem((tiles.warpgroups, outputs, tiles.rows, ROWS), jnp.bfloat16, 128),
+        "rows": swizzled((fetched[0], tiles.rows, tiles.blocks * BLOCK), jnp.bfloat16, 64),
+        "out": swizzled((tiles.warpgroups, outputs, tiles.rows, ROWS), jnp.bfloat16, 128),
         "fetched": plgpu.Barrier(num_arrivals=1 + 2 * tiles.pairs, num_barriers=fetched[0]),
         "consumed": plgpu.Barrier(num_arrivals=tiles.warpgroups // tiles.rings, num_barriers=fetched[0]),
     }

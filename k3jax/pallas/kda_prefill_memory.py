@@ -8,6 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas.shared_memory import swizzled
+
 CHUNK = 64
 WIDTH = 128  # K and V
 WGMMA = plgpu.Layout.WGMMA
@@ -18,21 +20,6 @@ NUM_FACTORS = 8  # rows of the table of decays per channel, see `kda_prefill_chu
 _ROW_TILE = 8
 _MEETINGS = ("tidied", "gated", "stored")  # of both warpgroups of a pair
 _SIGNALS = ("left_columns_ready", "right_columns_ready", "scored", "mixed")  # from one to the other
-
-
-def smem(shape: tuple[int, ...], dtype, swizzle: int = 128) -> object:
-    """Shared memory laid out for the tensor cores: rows of `swizzle` bytes in tiles of 8, swizzled."""
-    columns = swizzle // jnp.dtype(dtype).itemsize
-    transforms = (
-        plgpu.TilingTransform((8, columns)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def narrow_smem(shape: tuple[int, ...], dtype) -> object:
-    """The same in rows of 64 bytes, so that 32 columns of 16 bits can be addressed."""
-    return smem(shape, dtype, swizzle=64)
 
 
 def iota(dimension: int, columns: int = CHUNK) -> jax.Array:
@@ -86,27 +73,27 @@ def together(barrier) -> None:
 def scratch() -> dict:
     """Shared memory of a block. Inputs are overwritten by results of the same shape."""
     tile, square = (PAIRS, CHUNK, WIDTH), (PAIRS, CHUNK, CHUNK)
-    block, pair_of_blocks = (smem((PAIRS, CHUNK, columns), jnp.float16, swizzle=32) for columns in (16, 32))
+    block, pair_of_blocks = (swizzled((PAIRS, CHUNK, columns), jnp.float16, swizzle=32) for columns in (16, 32))
     return {
         "q": _loaded(tile),  # then queries
         "k": _loaded(tile),  # then keys
         "v": _loaded((PAIRS, 2, CHUNK, CHUNK)),  # halves of V; then U^T
         "gate_left": plgpu.RefUnion(  # halves of K
-            smem(square, jnp.bfloat16),
+            swizzled(square, jnp.bfloat16),
             plgpu.SMEM(square, jnp.bfloat16),
-            smem(square, jnp.float16),  # log-decays
+            swizzled(square, jnp.float16),  # log-decays
             [block, block, pair_of_blocks],  # the triangle
         ),
         "gate_right": plgpu.RefUnion(
-            smem(square, jnp.bfloat16),
+            swizzled(square, jnp.bfloat16),
             plgpu.SMEM(square, jnp.bfloat16),
-            smem(square, jnp.float16),
+            swizzled(square, jnp.float16),
             [block, pair_of_blocks],  # the triangle's inverse on the way
-            smem(square, jnp.bfloat16),  # the mixing matrix
+            swizzled(square, jnp.bfloat16),  # the mixing matrix
         ),
-        "columns": smem(tile, jnp.bfloat16),  # then W
-        "decayed": smem(tile, jnp.float16),  # k 2^G
-        "scores": narrow_smem((PAIRS, CHUNK, CHUNK), jnp.bfloat16),
+        "columns": swizzled(tile, jnp.bfloat16),  # then W
+        "decayed": swizzled(tile, jnp.float16),  # k 2^G
+        "scores": swizzled((PAIRS, CHUNK, CHUNK), jnp.bfloat16, swizzle=64),  # so that 32 columns can be addressed
         "factors": plgpu.SMEM((PAIRS, NUM_FACTORS, WIDTH), jnp.float32),
         "bias": plgpu.SMEM((PAIRS, WIDTH), jnp.float32),
         "beta": plgpu.SMEM((PAIRS, 2 * CHUNK), jnp.float32),
@@ -114,14 +101,14 @@ def scratch() -> dict:
         "loaded": plgpu.Barrier(num_arrivals=7, num_barriers=PAIRS),
         "meetings": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS * len(_MEETINGS)),
         "signals": plgpu.Barrier(num_barriers=PAIRS * len(_SIGNALS)),
-        "sums": smem((CHUNK, 2 * NUM_FACTORS), jnp.float16, swizzle=32),  # which tokens a factor sums over
+        "sums": swizzled((CHUNK, 2 * NUM_FACTORS), jnp.float16, swizzle=32),  # which tokens a factor sums over
         "sums_loaded": plgpu.Barrier(),
     }
 
 
 def _loaded(shape: tuple[int, ...]) -> object:
     """Memory of one input, as the tensor cores want it and as plain rows."""
-    return plgpu.RefUnion(smem(shape, jnp.bfloat16), plgpu.SMEM(shape, jnp.bfloat16))
+    return plgpu.RefUnion(swizzled(shape, jnp.bfloat16), plgpu.SMEM(shape, jnp.bfloat16))
 
 
 def of_pair(buffers: list, pair) -> dict:

@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_memory import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet, smem
+from k3jax.pallas.kda_prefill_memory import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet
+from k3jax.pallas.shared_memory import swizzled
 
 _HALVES = (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
 _ROW_TILE = 8
@@ -135,22 +136,22 @@ def store_rows(s: dict, out_head, rows_out, token, rows) -> None:
 def _scratch(stages: int) -> dict:
     wide, square = (CHUNK, WIDTH), (CHUNK, CHUNK)
     return {
-        "w": smem((stages, *wide), jnp.bfloat16),
-        "values": smem((stages, *square), jnp.bfloat16),
-        "keys": smem((stages, *wide), jnp.bfloat16),
+        "w": swizzled((stages, *wide), jnp.bfloat16),
+        "values": swizzled((stages, *square), jnp.bfloat16),
+        "keys": swizzled((stages, *wide), jnp.bfloat16),
         "decay": plgpu.SMEM((stages, WIDTH), jnp.float32),
         "ready": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         "consumed": plgpu.Barrier(num_barriers=stages),
-        "queries": smem((_OUTPUT_STAGES, *wide), jnp.bfloat16),
-        "scores": smem((_OUTPUT_STAGES, *square), jnp.bfloat16),
+        "queries": swizzled((_OUTPUT_STAGES, *wide), jnp.bfloat16),
+        "scores": swizzled((_OUTPUT_STAGES, *square), jnp.bfloat16),
         "output_ready": plgpu.Barrier(num_arrivals=2, num_barriers=_OUTPUT_STAGES),
-        "rounded": smem(wide, jnp.bfloat16),
-        "pseudo": smem(square, jnp.bfloat16),
+        "rounded": swizzled(wide, jnp.bfloat16),
+        "pseudo": swizzled(square, jnp.bfloat16),
         "handed": plgpu.Barrier(),
         "taken": plgpu.Barrier(),
-        "state": smem(square, jnp.float32),
+        "state": swizzled(square, jnp.float32),
         "state_loaded": plgpu.Barrier(),
-        "out": smem(square, jnp.bfloat16),
+        "out": swizzled(square, jnp.bfloat16),
         "out_rows": plgpu.SMEM(square, jnp.bfloat16),
     }
 

@@ -28,6 +28,7 @@ from k3jax.pallas.kda_verify_registers import (
     split_in_integers,
     store_transposed,
 )
+from k3jax.pallas.shared_memory import swizzled
 
 MAX_TOKENS = 16  # rows of a token tile, one for each warp of a block; also keeps e^{-G} finite
 _WARPGROUPS = 4
@@ -76,14 +77,10 @@ def _scratch() -> dict:
     def token_tiles(*lead: int, dtype=jnp.float32):
         return plgpu.SMEM((*lead, MAX_TOKENS, HEAD_DIM), dtype)
 
-    transforms = (
-        plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-    )
     return {
         "parts": token_tiles(3),
         "factors": token_tiles(2),
-        "vectors": plgpu.SMEM((4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16, transforms=transforms),
+        "vectors": swizzled((4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16),
         "columns": token_tiles(),
         "strengths": token_tiles(),
         "scores": plgpu.SMEM((2, MAX_TOKENS, MAX_TOKENS), jnp.float32),

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_memory import smem
+from k3jax.pallas.shared_memory import swizzled
 
 EXPERTS = 64  # of a warpgroup
 STEP = 64  # channels that are in one stage
@@ -130,8 +130,8 @@ def logits_kernel(tokens: int, experts: int, width: int, tiles: LogitTiles, inte
         out.at[share, those_tokens, own].T[...] = by_token
 
     scratch: list[Any] = [
-        smem((stages, size, STEP), jnp.bfloat16),
-        smem((stages, rows, STEP), jnp.bfloat16),
+        swizzled((stages, size, STEP), jnp.bfloat16),
+        swizzled((stages, rows, STEP), jnp.bfloat16),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages),
     ]

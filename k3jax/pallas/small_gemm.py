@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from k3jax.pallas import requirements
-from k3jax.pallas.kda_prefill_memory import smem
+from k3jax.pallas.shared_memory import swizzled
 
 FEATURES = 64  # of a block: what wgmma multiplies at once
 ROW_MULTIPLE = 8  # TMA cuts rows of the tiled operand in eights
@@ -168,8 +168,8 @@ def small_gemm_kernel(rows: int, features: int, width: int, tiles: SmallGemmTile
 
     x_shape, weight_shape = ((tiles.warpgroups * stages, n, step) for n in (rows, FEATURES))
     scratch: dict[str, Any] = {
-        "x_ring": smem(x_shape, jnp.bfloat16),
-        "weight_ring": smem(weight_shape, jnp.bfloat16),
+        "x_ring": swizzled(x_shape, jnp.bfloat16),
+        "weight_ring": swizzled(weight_shape, jnp.bfloat16),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.warpgroups * stages),
         "consumed": plgpu.Barrier(num_barriers=tiles.warpgroups * stages),
     }
