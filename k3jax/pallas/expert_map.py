@@ -126,10 +126,7 @@ def place_kernel(
         fetch(0, 0)
         read = functools.partial(router_counts.read_token, chosen, marks)
         ahead = read(first)
-        ids = router_counts.expert_ids(lanes, columns)
-        is_local = (ids >= local) & (ids < local + num_local)
-        total, before = router_counts.counts(marks, table, first, tokens, tiles)
-        total, before = jnp.where(is_local, total, 0), jnp.where(is_local, before, 0)
+        is_local, total, before = router_counts.local_counts(marks, table, first, tokens, tiles, local, num_local)
         length = (total + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
         num_tiles = (total + (tile - 1)) // tile
         rows_before, tiles_before = router_counts.sums_before(memory.scan, length, num_tiles)

@@ -133,11 +133,24 @@ def counts(marks, table, first, tokens: int, tiles: MapTiles) -> tuple[jax.Array
     return lax.fori_loop(0, tiles.num_chunks(tokens), add, own)
 
 
-def expert_ids(lanes: int, columns: int) -> jax.Array:
-    """The expert of each element of [lanes, columns]."""
-    layout = thread_rows(columns)
-    lane, column = (plgpu.broadcasted_iota(jnp.int32, (lanes, columns), axis, layout=layout) for axis in range(2))
-    return lane * columns + column
+class LocalCounts(NamedTuple):
+    """Tokens by expert [lanes, columns], zero for experts of other ranks."""
+
+    is_local: jax.Array
+    total: jax.Array
+    before: jax.Array  # of groups before that of the block's first token
+
+
+def local_counts(marks, table, first, tokens: int, tiles: MapTiles, first_local, num_local: int) -> LocalCounts:
+    """`counts` of the experts from `first_local` on."""
+    lane, column = (
+        plgpu.broadcasted_iota(jnp.int32, marks.shape[1:], axis, layout=thread_rows(marks.shape[-1]))
+        for axis in range(2)
+    )
+    expert = lane * marks.shape[-1] + column
+    is_local = (expert >= first_local) & (expert < first_local + num_local)
+    total, before = counts(marks, table, first, tokens, tiles)
+    return LocalCounts(is_local, jnp.where(is_local, total, 0), jnp.where(is_local, before, 0))
 
 
 def sums_before(scan, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -72,10 +72,7 @@ def map_kernel(tokens: int, experts: int, num_chosen: int, num_local: int, tile:
         first = block * tiles.tokens
         read = functools.partial(router_counts.read_token, chosen, marks)
         ahead = read(first)
-        ids = router_counts.expert_ids(lanes, columns)
-        is_local = (ids >= local) & (ids < local + num_local)
-        total, before = router_counts.counts(marks, table, first, tokens, tiles)
-        total, before = jnp.where(is_local, total, 0), jnp.where(is_local, before, 0)
+        is_local, total, before = router_counts.local_counts(marks, table, first, tokens, tiles, local, num_local)
 
         num_rows = jnp.sum(jnp.sum(total, axis=1))
         num_tiles = (total + (tile - 1)) // tile
