@@ -9,6 +9,7 @@ pool holds by either rollback, beside the published figure; `idle`, how long a G
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import json
 import pathlib
@@ -204,8 +205,15 @@ class Bench:
                 return loop.stats().steps_total - before
 
             with alone():
-                gaps = gpu_idle.gaps_us(work)
-            emit(bench="idle", way=name, steps=len(gaps), median_us=statistics.median(gaps[:200]))
+                gaps = gpu_idle.gaps(work)[:200]
+            emit(
+                bench="idle",
+                way=name,
+                steps=len(gaps),
+                median_us=statistics.median(gap.idle_us for gap in gaps),
+                period_us=statistics.median(gap.period_us for gap in gaps),
+                between=collections.Counter(gap.between for gap in gaps).most_common(3),
+            )
 
 
 def questions(count: int) -> dict[str, list[tuple[int, ...]]]:

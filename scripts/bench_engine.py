@@ -62,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="layers of the slice (default: 4)")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="repeat for several (default: all)")
     parser.add_argument("--repeats", type=int, default=5, help="runs per figure; medians are printed (default: 5)")
+    parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="default: auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return parser.parse_args()
 
@@ -77,12 +78,12 @@ class Bench:
         self.weights = random_weights(self.config, self.tree, self.dtype)
         self.random = np.random.default_rng(0)
         self.prefill = PREFILL[:3] if set(args.section or SECTIONS) <= SHORT else PREFILL
-        wanted: list[tuple[Any, dispatch.Kernels]] = [("zero-copy", "xla")]
-        wanted += [("gather", "xla")] if "mixed" in (args.section or SECTIONS) else []
-        wanted += [("zero-copy", "pallas")] if "kernels" in (args.section or SECTIONS) else []
+        wanted: list[tuple[Any, dispatch.Kernels]] = [("zero-copy", args.kernels)]
+        wanted += [("gather", args.kernels)] if "mixed" in (args.section or SECTIONS) else []
+        wanted += [("zero-copy", "xla")] if "kernels" in (args.section or SECTIONS) else []
         with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles a program mostly on one core
             self.executors = dict(zip(wanted, pool.map(lambda way: self.build(*way), wanted), strict=True))
-        self.executor = self.executors["zero-copy", "xla"]
+        self.executor = self.executors["zero-copy", args.kernels]
 
     def build(self, mixed_batch: Any, kernels: dispatch.Kernels) -> DeviceExecutor:
         """Compile one row bucket, every prefill bucket."""
@@ -176,7 +177,7 @@ class Bench:
 
     def mixed(self) -> None:
         """2K prompts keep arriving while others decode."""
-        gathering = self.executors["gather", "xla"]
+        gathering = self.executors["gather", self.args.kernels]
         for concurrency in (4, 16):
             ways = {
                 "zero-copy": self.loop(Resized(self.executor, host_cache_bytes=0), prefix_cache=False),
@@ -192,10 +193,9 @@ class Bench:
 
     def kernels(self) -> None:
         """Prefill of 8K, and decode at several concurrencies."""
-        chosen = self.executors["zero-copy", "pallas"]
 
         def loops() -> dict[str, StepLoop]:
-            executors = {"kernels": chosen, "XLA": self.executor}
+            executors = {"kernels": self.executor, "XLA": self.executors["zero-copy", "xla"]}
             return {
                 name: self.loop(Resized(executor, host_cache_bytes=0), prefix_cache=False)
                 for name, executor in executors.items()

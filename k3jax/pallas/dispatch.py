@@ -27,7 +27,7 @@ KERNELS: dict[str, Callable] = {
 }
 _KERNEL_REASONS = {
     "pallas": "asked for, and it covers model and device",
-    "auto": "its kernel runs with --kernels pallas; it was not compared inside the step yet",
+    "auto": "it covers model and device",
     "xla": "asked for",
 }
 
@@ -94,8 +94,8 @@ def wants_repacked_experts(ops: Ops) -> bool:
 def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[Choice, ...]]:
     """Pick an implementation of every op that the step uses, with the reasons.
 
-    `kernels="pallas"` takes every kernel that supports the situation; "auto" takes those that were compared with their
-    reference inside the serving step on a GPU, which is none yet. Raises `ValueError` when "pallas" finds none.
+    "auto" takes every kernel that supports the situation, and so does "pallas", which raises `ValueError` when there is
+    none; "xla" takes the references.
     """
     taken: dict[str, Callable] = {}
     reasons = {}
@@ -109,7 +109,7 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
     for op, kernel in KERNELS.items():
         refusal = _refusal(op, situation)
         reasons[op] = refusal or _KERNEL_REASONS[kernels]
-        if kernels == "pallas" and refusal is None:
+        if kernels != "xla" and refusal is None:
             taken[op] = kernel
             running.add(op)
     if kernels == "pallas" and not running:

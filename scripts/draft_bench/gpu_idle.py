@@ -22,7 +22,15 @@ class Kernel(NamedTuple):
     name: str
 
 
-def gaps_us(work: Callable[[], int]) -> list[float]:
+class Gap(NamedTuple):
+    """The longest time without a kernel in one step's period."""
+
+    idle_us: float
+    period_us: float  # from the step's marker to that of the next one
+    between: tuple[str, str]  # the kernels before and after it
+
+
+def gaps(work: Callable[[], int]) -> list[Gap]:
     """Trace `work`, which returns the number of its steps, and give the gaps between them in order.
 
     Raises `ValueError` when the steps cannot be told apart in the trace.
@@ -31,10 +39,10 @@ def gaps_us(work: Callable[[], int]) -> list[float]:
         with jax.profiler.trace(folder):
             num_steps = work()
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        return step_gaps_us(_kernels(jax.profiler.ProfileData.from_file(str(file))), num_steps)
+        return step_gaps(_kernels(jax.profiler.ProfileData.from_file(str(file))), num_steps)
 
 
-def step_gaps_us(kernels: Iterable[Kernel], num_steps: int) -> list[float]:
+def step_gaps(kernels: Iterable[Kernel], num_steps: int) -> list[Gap]:
     """An upper bound of the time from the last kernel of every step to the first of the next one.
 
     Kernels inside command buffers do not say which execution they belong to. So a kernel that runs once a step marks
@@ -46,15 +54,19 @@ def step_gaps_us(kernels: Iterable[Kernel], num_steps: int) -> list[float]:
     if marker is None:
         found = dict(counts.most_common(5))
         raise ValueError(f"no kernel ran once in each of {num_steps} steps; {len(ordered)} kernels, among them {found}")
-    gaps: list[float] = []
-    end = None
+    found: list[Gap] = []
+    marked_ns = 0.0
+    last = longest = None
     for kernel in ordered:
-        if gaps and end is not None:
-            gaps[-1] = max(gaps[-1], (kernel.start_ns - end) / 1e3)
+        if last is not None and longest is not None:
+            longest = max(longest, ((kernel.start_ns - last.end_ns) / 1e3, (last.name, kernel.name)))
         if kernel.name == marker:
-            gaps.append(0.0)
-        end = max(end or 0.0, kernel.end_ns)
-    return gaps[:-1]
+            if longest is not None:
+                found.append(Gap(max(0.0, longest[0]), (kernel.start_ns - marked_ns) / 1e3, longest[1]))
+            marked_ns, longest = kernel.start_ns, (0.0, ("", ""))
+        if last is None or kernel.end_ns > last.end_ns:
+            last = kernel
+    return found
 
 
 def _kernels(trace: Any) -> Iterator[Kernel]:

@@ -6,7 +6,7 @@ safe: what a step in flight still reads is overwritten by a later step only.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 
 from serving.core.eviction import EvictionOrder, value
 from serving.core.pools import IdPool
@@ -35,7 +35,9 @@ class DeviceMemory:
         self._page_bytes = limits.page_bytes
         self._slot_bytes = limits.slot_bytes
         self._index: dict[bytes, PrefixNode] = {}  # parents before children
-        self._gone: dict[bytes, int] = {}  # reuses of the pages evicted last: a prefix seen again is worth a checkpoint
+        # Reuses of the pages evicted last: a prefix seen again is worth a checkpoint. A plain dict looks for its first
+        # key past all those deleted before it, which took most of a step once the memory was full.
+        self._gone: OrderedDict[bytes, int] = OrderedDict()
         self._dropped: set[PrefixNode] = set()  # those that somebody still reads
         self._page_order = EvictionOrder[PrefixNode](_is_evictable_page)
         self._slot_order = EvictionOrder[PrefixNode](_is_evictable_checkpoint)
@@ -136,7 +138,7 @@ class DeviceMemory:
         """Take `count` pages, evicting idle ones; None, and nothing happens, when there are not so many."""
         if count > self.num_available_pages:
             return None
-        while self.pages.num_free < count:
+        for _ in range(count - self.pages.num_free):
             self.evict_page()
         return self.pages.allocate(count)
 
@@ -150,7 +152,7 @@ class DeviceMemory:
         self._remove(node)
         self._gone[node.digest] = node.num_reuses
         if len(self._gone) > _MAX_GONE:
-            del self._gone[next(iter(self._gone))]
+            self._gone.popitem(last=False)
 
     def allocate_row_slot(self) -> int | None:
         """Take a slot for a running request, evicting a checkpoint if need be; None when all are in use."""

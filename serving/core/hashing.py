@@ -5,8 +5,8 @@ Everything that changes the bytes of a page or a state is in the root, so equal 
 
 from __future__ import annotations
 
-import array
 import hashlib
+import struct
 from collections.abc import Sequence
 
 from serving.core.types import EntryKind
@@ -24,7 +24,8 @@ def root_digest(identity: str, cache_salt: str) -> bytes:
 
 def page_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Digest of the sequence that ends with the full page `token_ids`, after the sequence of `parent`."""
-    return hashlib.blake2b(parent + array.array("i", token_ids).tobytes(), digest_size=_DIGEST_SIZE).digest()
+    data = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    return hashlib.blake2b(parent + data, digest_size=_DIGEST_SIZE).digest()
 
 
 def store_key(digest: bytes, kind: EntryKind) -> bytes:

@@ -41,18 +41,23 @@ class IdPool:
             raise AssertionError(f"{self.name}: allocate({count})")
         if count > len(self._free):
             return None
-        ids = tuple(self._free.pop() for _ in range(count))
+        first = len(self._free) - count
+        ids = tuple(reversed(self._free[first:]))
+        del self._free[first:]
+        is_owned = self._is_owned
         for taken in ids:
-            self._is_owned[taken] = 1
+            is_owned[taken] = 1
         return ids
 
     def release(self, ids: Iterable[int]) -> None:
         """Give ids back. Freeing an id that is not owned is a broken invariant."""
+        first, is_owned, free = self._first, self._is_owned, self._free
+        size = len(is_owned)
         for freed in ids:
-            if not self._first <= freed < len(self._is_owned) or not self._is_owned[freed]:
+            if not first <= freed < size or not is_owned[freed]:
                 raise AssertionError(f"{self.name}: id {freed} is not owned; {self.num_used} of {self.capacity} are")
-            self._is_owned[freed] = 0
-            self._free.append(freed)
+            is_owned[freed] = 0
+            free.append(freed)
 
     def reset(self) -> None:
         """Take every id back, whoever owns it."""

@@ -67,8 +67,8 @@ class Report:
 @dataclasses.dataclass(slots=True)
 class _Timeline:
     arrival_s: float
+    num_tokens: int  # that it asks for, and gets unless it fails
     first_s: float = 0.0
-    num_tokens: int = 0
 
 
 def simulate(
@@ -94,7 +94,7 @@ def simulate(
         device = SimulatedDrafts(drafts or DraftModel(), limits, block=policy.block, token=_TOKEN)
     moving: list[tuple[float, int]] = []  # end, transfer id
     ttft, tpot = [], []
-    num_done = num_failed = prompt_tokens = output_tokens = cached_tokens = own_tokens = num_steps = num_stalled = 0
+    num_done = num_failed = prompt_tokens = cached_tokens = own_tokens = num_steps = num_stalled = 0
     started = reported = time.monotonic()
     while upcoming is not None or scheduler.has_requests:
         while upcoming is not None and upcoming[1].arrival_s <= now and scheduler.num_waiting < 4 * limits.num_rows:
@@ -108,7 +108,7 @@ def simulate(
             )
             if refusal := scheduler.add(request, seed=0):
                 raise ValueError(f"request {number} of the trace can never run: {refusal.error}")
-            open_requests[request.request_id] = _Timeline(max(entry.arrival_s, 0.0))
+            open_requests[request.request_id] = _Timeline(max(entry.arrival_s, 0.0), entry.output_tokens)
             prompt_tokens += entry.prompt_tokens
             own_tokens += entry.num_own_tokens
             upcoming = next(waiting, None)
@@ -146,21 +146,20 @@ def simulate(
             rows, num_verified = device.run(plan)
             now += cost.draft_s(len(rows), num_verified, is_drafting=plan.is_drafting)
         for delta in scheduler.apply(StepResult(step=plan.step, rows=tuple(rows))):
+            finish_reason, queued_s = delta.finish_reason, delta.queued_s
+            if finish_reason is None and queued_s is None:
+                continue  # neither the first nor the last of its request, as nearly all
             timeline = open_requests[delta.request_id]
-            if delta.finish_reason is None and timeline.num_tokens:
-                timeline.num_tokens += len(delta.token_ids)
-                continue
-            if not timeline.num_tokens:
+            if queued_s is not None:
                 timeline.first_s = now
                 ttft.append(now - timeline.arrival_s)
                 cached_tokens += delta.cached_tokens
-            timeline.num_tokens += len(delta.token_ids)
-            if delta.finish_reason is not None:
+            if finish_reason is not None:
                 del open_requests[delta.request_id]
-                output_tokens += timeline.num_tokens
                 num_done += 1
-                num_failed += delta.finish_reason is FinishReason.ERROR
-                if timeline.num_tokens > 1:
+                if finish_reason is FinishReason.ERROR:
+                    num_failed += 1
+                elif timeline.num_tokens > 1:
                     tpot.append((now - timeline.first_s) / (timeline.num_tokens - 1))
         if progress and time.monotonic() - reported > 5:
             reported = time.monotonic()
@@ -175,7 +174,7 @@ def simulate(
         ttft_s=_percentiles(ttft),
         tpot_s=_percentiles(tpot),
         prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
+        output_tokens=stats.generation_tokens_total,
         cached_tokens=cached_tokens,
         preemptions=stats.preemptions_total,
         verify_rows=stats.verify_rows_total,

@@ -1,6 +1,8 @@
 """Steps are timed at start, for every number of rows, and nothing of it is left when requests come."""
 
 import dataclasses
+import itertools
+from types import SimpleNamespace
 from typing import cast
 
 import jax
@@ -12,7 +14,7 @@ from k3jax.step_inputs import StepShape
 from serving import executor_costs
 from serving.core.seam import Executor
 from serving.core.step_costs import CostTable
-from serving.core.types import StepCost
+from serving.core.types import StepCost, StepPlan
 from serving.executor import DeviceExecutor
 from tests.executor.device import device_executor, draft_of, request, run
 
@@ -50,6 +52,40 @@ def test_requests_run_as_ever_and_compile_nothing(measured):
 
 def test_without_a_draft_nothing_is_measured():
     assert device_executor(num_rows=1, measures_costs=True).limits.step_costs == ()
+
+
+class TimedExecutor:
+    """Results come a given time after the ones before; the clock is its own."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.limits = SimpleNamespace(draft_tokens=DRAFTS)
+        self.now, self.num_in_flight, self.most_in_flight = 0.0, 0, 0
+        self._seconds = itertools.chain(seconds, itertools.repeat(seconds[-1]))
+
+    def submit(self, plan):
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+
+    def collect(self):
+        self.num_in_flight -= 1
+        self.now += next(self._seconds)
+
+
+@pytest.mark.parametrize(
+    "seconds, least, total",
+    [
+        # The first interval is the host's latency as well; afterwards one hiccup changes nothing.
+        ((9e-3, 4e-3, 30e-3, 3e-3, 5e-3), 3e-3, None),
+        ((0.2, 0.15), 0.15, 0.35),  # a CPU's steps are timed once
+    ],
+)
+def test_steps_are_timed_one_behind_the_other_and_the_shortest_counts(monkeypatch, seconds, least, total):
+    executor = TimedExecutor(*seconds)
+    monkeypatch.setattr(executor_costs.time, "perf_counter", lambda: executor.now)
+    plan = StepPlan(step=0, decode_rows=(0,))
+    assert executor_costs._least_seconds(cast(Executor, executor), plan) == pytest.approx(least)
+    assert executor.num_in_flight == 0 and executor.most_in_flight == 2
+    assert total is None or executor.now == pytest.approx(total)
 
 
 COSTS = (StepCost(ROWS, 0, True, 0.25), StepCost(ROWS, 0, False, 0.125))

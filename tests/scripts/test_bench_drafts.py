@@ -50,13 +50,16 @@ def test_in_pools_of_their_own_a_request_saves_its_states():
 
 
 def test_a_gap_is_the_longest_of_its_step_marked_by_a_kernel_that_runs_once():
-    from draft_bench.gpu_idle import Kernel, step_gaps_us
+    from draft_bench.gpu_idle import Kernel, step_gaps
 
     def step(start):
         loop = [Kernel(start + turn * 600, start + turn * 600 + 500, "loop") for turn in range(3)]
         return [*loop, Kernel(start + 1700, start + 2000, "once")]
 
     kernels = [*step(0), *step(5000), *step(7050), *step(9000)]
-    assert step_gaps_us(reversed(kernels), 4) == [3.0, 0.1, 0.1]
+    found = step_gaps(reversed(kernels), 4)
+    assert [gap.idle_us for gap in found] == [3.0, 0.1, 0.1]
+    assert [gap.period_us for gap in found] == [5.0, 2.05, 1.95]
+    assert found[0].between == ("once", "loop") and found[1].between == ("loop", "loop")
     with pytest.raises(ValueError, match="no kernel ran once in each of 3 steps"):
-        step_gaps_us(kernels, 3)
+        step_gaps(kernels, 3)
