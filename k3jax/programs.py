@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3jax import cache, draft_state, draft_step, page_tables, params, sampling, step, token_counts
+from k3jax import cache, draft_state, draft_step, page_tables, params, sampling, step, step_outputs, token_counts
 from k3jax.config import K3Config
 from k3jax.draft_state import Drafting
 from k3jax.pallas.dispatch import Ops
@@ -129,9 +129,23 @@ class StepProgram:
         rows = self._placed(self.row_shapes(), row_specs)
         return jax.jit(mapped, donate_argnums=0).lower(rows, self._placed(piece, piece_specs)).compile()
 
+    def output_fields(self, shape: StepShape) -> step_outputs.Outputs:
+        """What `step_outputs.unpack` makes of the vector that a compiled bucket returns."""
+        return step_outputs.layout(shape, self.config, self.dtype, self.drafting)
+
     def compile(self, shape: StepShape) -> jax.stages.Compiled:
         """Compile one bucket ahead of time."""
-        return self.function(shape).lower(*self.operands(shape)).compile()
+        return self.lower(shape).compile()
+
+    def lower(self, shape: StepShape) -> jax.stages.Lowered:
+        """Lower a bucket for the server: unlike those of `function` its outputs are one vector, see `output_fields`."""
+        function, fields = self.function(shape), self.output_fields(shape)
+
+        def packed_step(*operands):
+            pools, rows, outputs = function(*operands)
+            return pools, rows, step_outputs.pack(outputs, fields)
+
+        return jax.jit(packed_step, donate_argnums=(1, 2)).lower(*self.operands(shape))
 
     def operands(self, shape: StepShape) -> tuple:
         """Abstract operands of a bucket, with shardings."""

@@ -142,6 +142,10 @@ class Bench:
             if executor.limits.draft_tokens and not executor.limits.step_costs:
                 with alone():
                     executor.measure_costs()
+                costs = executor.limits.step_costs
+                emit(
+                    bench="costs", ms=[(c.rows, c.num_drafts, c.is_drafting, round(1e3 * c.seconds, 3)) for c in costs]
+                )
         for concurrency in self.concurrencies:
             loops = {name: self.loop(executor) for name, executor in executors.items()}
             runs: dict[str, Callable[[], float]] = {
@@ -157,8 +161,9 @@ class Bench:
                         concurrency=concurrency,
                         drafted_per_step=stats.draft_tokens_total / stats.verify_rows_total,
                         accepted_per_step=stats.accepted_draft_tokens_total / stats.verify_rows_total,
-                        steps_per_s=stats.steps_total / sum(stats.step_seconds.values()),
                     )
+                us = {phase: 1e6 * seconds / stats.steps_total for phase, seconds in stats.step_seconds.items()}
+                emit(way=name, concurrency=concurrency, us_per_step=us)
 
     def _tokens_per_s(self, loop: StepLoop, concurrency: int) -> float:
         self.random = np.random.default_rng(concurrency)  # every way answers the same
@@ -193,10 +198,13 @@ class Bench:
         if jax.default_backend() != "gpu":
             emit(bench="idle", skipped="only a GPU has kernels to look at")
             return
-        draft = next(iter(self.target.drafts))
-        for name, way in {"no draft": (None, "replay"), f"{draft} draft": (draft, "replay")}.items():
-            (executor,) = self.executors(way)
-            loop = self.loop(executor, adaptive=False)
+        ways_to_draft: dict[str, tuple[str | None, bool]] = {"no draft": (None, False)}
+        ways_to_draft |= {f"{draft} draft": (draft, False) for draft in self.target.drafts}
+        if "random" in self.target.drafts:  # whose drafts are of no use, so that the draft model mostly rests
+            ways_to_draft["random draft, adaptive"] = ("random", True)
+        for name, (draft, is_adaptive) in ways_to_draft.items():
+            (executor,) = self.executors((draft, "replay"))
+            loop = self.loop(executor, adaptive=is_adaptive)
             self._tokens_per_s(loop, 1)
 
             def work(loop: StepLoop = loop) -> int:
@@ -205,7 +213,8 @@ class Bench:
                 return loop.stats().steps_total - before
 
             with alone():
-                gaps = gpu_idle.gaps(work)[:200]
+                found = gpu_idle.trace(work)
+            gaps = found.gaps[:200]
             emit(
                 bench="idle",
                 way=name,
@@ -213,7 +222,10 @@ class Bench:
                 median_us=statistics.median(gap.idle_us for gap in gaps),
                 period_us=statistics.median(gap.period_us for gap in gaps),
                 between=collections.Counter(gap.between for gap in gaps).most_common(3),
+                kernels_per_step=found.kernels_per_step,
+                busy_us_per_step=found.busy_us_per_step,
             )
+            emit(way=name, busiest=[(kernel, round(count, 2), round(us, 2)) for kernel, count, us in found.busiest])
 
 
 def questions(count: int) -> dict[str, list[tuple[int, ...]]]:

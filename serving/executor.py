@@ -19,13 +19,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from k3jax.cache import Pools, Rows
-from k3jax.draft_step import VerifyOutputs
 from k3jax.page_tables import CachedPages
 from k3jax.pallas.dispatch import Choice
 from k3jax.program_cache import load_or_compile
 from k3jax.programs import REPLICATED, StepProgram
-from k3jax.step import StepExtras, StepOutputs
+from k3jax.step import StepExtras
 from k3jax.step_inputs import StepShape, pack
+from k3jax.step_outputs import unpack
 from k3jax.token_counts import CachedTokens
 from serving import executor_costs, executor_plan
 from serving.core.seam import DeviceFailure, StepRejected
@@ -98,7 +98,8 @@ class CompileWatch:
 @dataclasses.dataclass(frozen=True)
 class _InFlight:
     plan: StepPlan
-    outputs: concurrent.futures.Future[StepOutputs | VerifyOutputs]
+    shape: StepShape
+    outputs: concurrent.futures.Future[jax.Array]
     num_logprobs: Mapping[int, int]  # by row; kept here since a row may have another request when this is read
 
 
@@ -150,6 +151,7 @@ class DeviceExecutor:
         self._neutral = {
             rows: program.neutral_extras(StepShape(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
         }
+        self._fields = {shape: program.output_fields(shape) for shape in self._shapes}
         self._fresh_state = self._compile_fresh_state()
         self._pools, self._rows = self._fresh_state()
         self._dispatcher = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
@@ -183,7 +185,8 @@ class DeviceExecutor:
         Leaves the pools empty: nothing may be running.
         """
         path = executor_costs.stored_at(self._cache, self._program, self._shapes)
-        costs = executor_costs.load_or_measure(self, self._row_buckets, self._program.cache_shape, path)
+        row_counts = executor_costs.row_counts(self._row_buckets)
+        costs = executor_costs.load_or_measure(self, row_counts, self._program.cache_shape, path)
         self.limits = dataclasses.replace(self.limits, step_costs=costs)
         self.reset()
 
@@ -198,8 +201,8 @@ class DeviceExecutor:
             plan, shape, self._program.cache_shape, has_draft_model=self.limits.draft_tokens > 0
         )
         page_pieces = list(executor_plan.page_pieces(plan, self._program.cache_shape))
+        packed = pack(inputs)
         try:
-            packed = jax.device_put(pack(inputs), self._replicated)
             extras = self._extras(plan, shape)
         except jax.errors.JaxRuntimeError as error:
             raise StepRejected(f"the step's inputs could not be uploaded: {error}") from error
@@ -210,16 +213,16 @@ class DeviceExecutor:
                 self._num_logprobs[admission.row] = admission.sampling.logprobs
         pieces = list(executor_plan.cached_pieces(plan))
         outputs = self._dispatcher.submit(self._execute, shape, packed, extras, page_pieces, pieces)
-        self._in_flight.append(_InFlight(plan, outputs, dict(self._num_logprobs)))
+        self._in_flight.append(_InFlight(plan, shape, outputs, dict(self._num_logprobs)))
 
     def _execute(
         self,
         shape: StepShape,
-        packed: jax.Array,
+        packed: np.ndarray,
         extras: StepExtras,
         page_pieces: list[CachedPages],
         pieces: list[CachedTokens],
-    ) -> StepOutputs | VerifyOutputs:
+    ) -> jax.Array:
         """On the dispatch thread."""
         if self._write_error is not None:
             raise self._write_error
@@ -228,7 +231,9 @@ class DeviceExecutor:
                 self._rows = self._put_cached_pages(self._rows, jax.device_put(piece, self._replicated))
             for piece in pieces:
                 self._rows = self._count_cached(self._rows, jax.device_put(piece, self._replicated))
-            return self._dispatch(shape, packed, extras)
+            outputs = self._dispatch(shape, packed, extras)
+            outputs.copy_to_host_async()  # as soon as they are there, not when somebody asks
+            return outputs
 
     def read(self, job: Callable[[Pools], Any]) -> concurrent.futures.Future:
         """Run `job` on the pools as all steps submitted so far leave them."""
@@ -251,7 +256,7 @@ class DeviceExecutor:
 
         self._dispatcher.submit(run)
 
-    def _dispatch(self, shape: StepShape, packed: jax.Array, extras: StepExtras) -> StepOutputs | VerifyOutputs:
+    def _dispatch(self, shape: StepShape, packed: np.ndarray, extras: StepExtras) -> jax.Array:
         self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
         return outputs
 
@@ -260,10 +265,10 @@ class DeviceExecutor:
         step = self._in_flight.popleft()
         try:
             with self._watch.counting():
-                outputs = jax.device_get(step.outputs.result())
+                outputs = np.asarray(step.outputs.result())
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
-        return result_of(step.plan, outputs, step.num_logprobs)
+        return result_of(step.plan, unpack(outputs, self._fields[step.shape]), step.num_logprobs)
 
     def transfer(self, transfer: Transfer) -> None:
         """Start a copy to or from the state store; never waits."""
@@ -386,8 +391,7 @@ class DeviceExecutor:
         """Run every program once on nothing: first calls allocate, load modules and build graphs."""
         for step, shape in enumerate(self._shapes):
             inputs = executor_plan.fill(StepPlan(step=step), shape, self._program.cache_shape)
-            packed = jax.device_put(pack(inputs), self._replicated)
-            jax.block_until_ready(self._dispatch(shape, packed, self._neutral[shape.rows]))
+            jax.block_until_ready(self._dispatch(shape, pack(inputs), self._neutral[shape.rows]))
 
     def _extras(self, plan: StepPlan, shape: StepShape) -> StepExtras:
         extras = self._neutral[shape.rows]

@@ -25,6 +25,7 @@ CONTEXT = 448  # tokens in front of the measured ones
 _ENOUGH_S = 0.1  # of measuring one setting: long steps are timed once, short ones, which vary more, up to so often:
 _MOST_INTERVALS = 8
 _GROWTH_PAGES = 2  # behind the context: hold what the repeats commit at most
+FEW_ROWS = (1, 4)
 _SHARES = (0.25, 1.0)  # of the drafts that the rows have, besides none
 
 
@@ -34,6 +35,11 @@ def stored_at(folder: pathlib.Path | None, program: StepProgram, shapes: Iterabl
         return None
     keys = sorted(program_cache.key(program, shape) for shape in shapes)
     return folder / f"costs-{hashlib.blake2b(repr(keys).encode(), digest_size=16).hexdigest()}.json"
+
+
+def row_counts(row_buckets: Sequence[int]) -> list[int]:
+    """Numbers of rows to time: the buckets, and few rows of the smallest, whose steps read fewer experts and pages."""
+    return sorted({*row_buckets, *(count for count in FEW_ROWS if count < row_buckets[0])})
 
 
 def load_or_measure(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 STEP_MODULE = "step"  # part of the name of the step's program in a trace
+_BUSIEST = 24
 
 
 class Kernel(NamedTuple):
@@ -30,16 +31,38 @@ class Gap(NamedTuple):
     between: tuple[str, str]  # the kernels before and after it
 
 
-def gaps(work: Callable[[], int]) -> list[Gap]:
-    """Trace `work`, which returns the number of its steps, and give the gaps between them in order.
+class StepTrace(NamedTuple):
+    """What a trace of some steps shows."""
+
+    gaps: list[Gap]  # in order
+    kernels_per_step: float
+    busy_us_per_step: float
+    busiest: list[tuple[str, float, float]]  # kernels by name, how many a step, microseconds of a step
+
+
+def trace(work: Callable[[], int]) -> StepTrace:
+    """Trace `work`, which returns the number of its steps.
 
     Raises `ValueError` when the steps cannot be told apart in the trace.
     """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a trace of every Python call would make the host several times slower
+    options.host_tracer_level = 1
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             num_steps = work()
         (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        return step_gaps(_kernels(jax.profiler.ProfileData.from_file(str(file))), num_steps)
+        kernels = list(_kernels(jax.profiler.ProfileData.from_file(str(file))))
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for kernel in kernels:
+        times[kernel.name].append((kernel.end_ns - kernel.start_ns) / 1e3)
+    by_name = [(name, len(each) / num_steps, sum(each) / num_steps) for name, each in times.items()]
+    return StepTrace(
+        gaps=step_gaps(kernels, num_steps),
+        kernels_per_step=len(kernels) / num_steps,
+        busy_us_per_step=sum(us for _, _, us in by_name),
+        busiest=sorted(by_name, key=lambda entry: -entry[2])[:_BUSIEST],
+    )
 
 
 def step_gaps(kernels: Iterable[Kernel], num_steps: int) -> list[Gap]:

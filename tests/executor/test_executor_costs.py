@@ -29,9 +29,10 @@ def measured() -> DeviceExecutor:
 
 def test_costs_cover_none_some_and_all_drafts_and_a_step_without_the_draft_model(measured):
     costs = measured.limits.step_costs
-    assert {cost.rows for cost in costs} == {ROWS}
-    assert {cost.num_drafts for cost in costs if cost.is_drafting} == {0, 3, 12}
-    assert [cost.num_drafts for cost in costs if not cost.is_drafting] == [0]
+    assert {cost.rows for cost in costs} == {1, ROWS}
+    assert {cost.num_drafts for cost in costs if cost.rows == ROWS and cost.is_drafting} == {0, 3, 12}
+    assert {cost.num_drafts for cost in costs if cost.rows == 1 and cost.is_drafting} == {0, 1, 3}
+    assert [cost.num_drafts for cost in costs if not cost.is_drafting] == [0, 0]
     assert all(cost.seconds > 0 for cost in costs)
     assert CostTable(costs)
 
@@ -86,6 +87,11 @@ def test_steps_are_timed_one_behind_the_other_and_the_shortest_counts(monkeypatc
     assert executor_costs._least_seconds(cast(Executor, executor), plan) == pytest.approx(least)
     assert executor.num_in_flight == 0 and executor.most_in_flight == 2
     assert total is None or executor.now == pytest.approx(total)
+
+
+def test_few_rows_are_timed_too_where_the_smallest_program_holds_more():
+    assert executor_costs.row_counts([8, 32, 128]) == [1, 4, 8, 32, 128]
+    assert executor_costs.row_counts([4]) == [1, 4] and executor_costs.row_counts([1]) == [1]
 
 
 COSTS = (StepCost(ROWS, 0, True, 0.25), StepCost(ROWS, 0, False, 0.125))

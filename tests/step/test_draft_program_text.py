@@ -41,8 +41,7 @@ def compiled(rollback) -> tuple[programs.StepProgram, jax.stages.Compiled, progr
         unstacked=True,
     )
     shape = program.shape_of(rows=27, prefill_tokens=320)
-    lowered = program.function(shape).lower(*program.operands(shape))
-    executable = lowered.compile({"xla_backend_optimization_level": 0})
+    executable = program.lower(shape).compile({"xla_backend_optimization_level": 0})
     return program, executable, program_text.parse(str(executable.as_text()))
 
 

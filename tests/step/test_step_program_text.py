@@ -55,8 +55,7 @@ def compiled(
 ) -> tuple[programs.StepProgram, jax.stages.Compiled, program_text.ProgramText]:
     """Only LLVM's part is skimped: the optimised program is the one that serves."""
     program = build(ops, num_layers, mixed_batch)
-    lowered = program.function(SHAPE).lower(*program.operands(SHAPE))
-    executable = lowered.compile({"xla_backend_optimization_level": 0})
+    executable = program.lower(SHAPE).compile({"xla_backend_optimization_level": 0})
     return program, executable, program_text.parse(executable.as_text())
 
 

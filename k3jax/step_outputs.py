@@ -1,0 +1,78 @@
+"""What one step hands to the host, as one int32 vector: copying every field by itself costs more than planning."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from k3jax.config import K3Config
+from k3jax.draft_state import Drafting
+from k3jax.draft_step import VerifyOutputs
+from k3jax.layers import wide_dtype
+from k3jax.sampling import MAX_LOGPROBS
+from k3jax.step import StepOutputs
+from k3jax.step_inputs import StepShape
+
+Outputs = StepOutputs | VerifyOutputs
+
+
+def layout(shape: StepShape, config: K3Config, dtype, drafting: Drafting | None) -> Outputs:
+    """Shapes and dtypes of the fields as the host sees them; `dtype` is that of the activations."""
+    lanes, best = (shape.rows,), (min(MAX_LOGPROBS, config.vocab_size),)
+
+    def field(*size: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lanes, *size), dtype)
+
+    wide = wide_dtype(dtype)
+    if drafting is None:
+        return StepOutputs(
+            token=field(),
+            is_nan=field(dtype=jnp.bool_),
+            logprob=field(dtype=wide),
+            top_ids=field(*best),
+            top_logprobs=field(*best, dtype=wide),
+        )
+    targets = shape.tokens_per_row
+    return VerifyOutputs(
+        token=field(targets),
+        count=field(),
+        is_nan=field(dtype=jnp.bool_),
+        logprob=field(targets, dtype=wide),
+        top_ids=field(targets, *best),
+        top_logprobs=field(targets, *best, dtype=wide),
+        num_drafted=field(),
+        boundary=field(),
+        survival=field(drafting.tokens, dtype=jnp.float32),
+    )
+
+
+def pack(outputs: Outputs, fields: Outputs) -> jax.Array:
+    """The fields one after the other, in the program. Raises `ValueError` where they are not as `fields` says."""
+    for name, value, field in zip(fields._fields, outputs, fields, strict=True):
+        is_float = jnp.issubdtype(field.dtype, jnp.floating)
+        if value.shape != field.shape or (is_float and value.dtype != field.dtype):
+            raise ValueError(f"{name} is {value.dtype}{value.shape}, the host reads {field.dtype}{field.shape}")
+    return jnp.concatenate([_words(value) for value in outputs])
+
+
+def _words(value: jax.Array) -> jax.Array:
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    return (lax.bitcast_convert_type(value, jnp.int32) if is_float else value.astype(jnp.int32)).ravel()
+
+
+def unpack(vector: np.ndarray, fields: Outputs) -> Outputs:
+    """The fields as views of the vector, on the host."""
+    found, start = [], 0
+    for field in fields:
+        is_float = np.issubdtype(field.dtype, np.floating)
+        end = start + math.prod(field.shape) * (np.dtype(field.dtype).itemsize // 4 if is_float else 1)
+        part = vector[start:end]
+        found.append(
+            (part.view(field.dtype) if is_float else part.astype(field.dtype, copy=False)).reshape(field.shape)
+        )
+        start = end
+    return type(fields)(*found)
