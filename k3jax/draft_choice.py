@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 
@@ -15,7 +16,7 @@ def choose(survival: Float[Array, "R K"], limits: Int[Array, "R"], num_drafts: I
     """
     offsets = jnp.arange(survival.shape[1])
     # A head that goes wrong must cost speed only: its numbers are made to fall, and NaN counts as hopeless.
-    falling = jnp.minimum.accumulate(jnp.where(jnp.isnan(survival), 0, survival), axis=1)
+    falling = lax.cummin(jnp.where(jnp.isnan(survival), 0, survival), axis=1)
     is_eligible = offsets < limits[:, None]
     order = jnp.argsort(jnp.where(is_eligible, -falling, jnp.inf).reshape(-1), stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))

@@ -46,6 +46,7 @@ from k3jax.step import (
     count_prompt,
     mix_layer,
     page_writes,
+    writer_of_rows,
 )
 from k3jax.step_inputs import StepInputs, StepShape, unpack
 from k3jax.verify_geometry import VerifyGeometry
@@ -85,7 +86,9 @@ def step(
     with jax.named_scope("copy_slots"):
         pools = kda_serving.copy_slots(pools, inputs.copy_sources, inputs.copy_targets, inputs.num_copies)
     rows = admit(rows, inputs, extras, null_row)
-    rows = rows._replace(drafts=rows.drafts._replace(count=rows.drafts.count.at[inputs.admit_rows].set(0)))
+    write = writer_of_rows(inputs.admit_rows, rows.slot.shape[0])
+    fresh = write(rows.drafts.count, jnp.zeros_like(inputs.admit_rows))
+    rows = rows._replace(drafts=rows.drafts._replace(count=fresh))
     where = verify_geometry.geometry(inputs, rows, shape, null_row)
     rows = count_prompt(rows, inputs, where.tokens, where.cu_seqlens[-1], shape, parallel)
     writes = page_writes(rows, where.tokens)
@@ -181,7 +184,11 @@ def _accept(params, rows: Rows, inputs, where: VerifyGeometry, out, extras, conf
 
     num_lanes = inputs.num_decode + inputs.num_chunks
     logits = step_layers.tiled(
-        logits_of, (where.tokens.sample_token,), end=num_lanes, tile=max(4, shape.rows // 4), num_tokens=shape.rows
+        logits_of,
+        (where.tokens.sample_token,),
+        end=num_lanes,
+        tile=max(4, shape.rows // 4, shape.min_tile // shape.tokens_per_row),
+        num_tokens=shape.rows,
     )
     at = inputs.lane_rows
     controls = controls_of(rows, inputs, where.tokens, extras)
@@ -204,8 +211,7 @@ def _commit_state(
         chosen = replay.Committed(count, slots, crossed, inputs.boundary_slots)
         pools = ops.kda_commit(params["kda"], pools.records, pools, chosen, config)
     else:  # decoding has brought it there, one token on: a boundary that was crossed is where it stands
-        order = jnp.argsort(crossed == 0, stable=True)
-        pools = kda_serving.copy_slots(pools, slots[order], inputs.boundary_slots[order], jnp.sum(crossed > 0))
+        pools = kda_serving.copy_marked_slots(pools, slots, inputs.boundary_slots, crossed > 0)
     return pools, jnp.where(crossed > 0, where.lengths + crossed, 0)
 
 
@@ -219,11 +225,12 @@ def _commit_rows(rows: Rows, inputs: StepInputs, where: VerifyGeometry, accepted
     last = jnp.take_along_axis(accepted.tokens, jnp.maximum(accepted.count - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(accepted.count > 0, last, rows.last_token[row])
     is_emitted = jnp.arange(accepted.tokens.shape[1]) < accepted.count[:, None]
+    write = writer_of_rows(row, rows.slot.shape[0])
     return rows._replace(
-        length=rows.length.at[row].set(jnp.where(row == null_row, 0, length)),
-        last_token=rows.last_token.at[row].set(last),
+        length=write(rows.length, jnp.where(row == null_row, 0, length)),
+        last_token=write(rows.last_token, last),
         counts=token_counts.count_output(rows.counts, row, accepted.tokens, is_emitted, parallel),
-        drafts=rows.drafts._replace(count=rows.drafts.count.at[row].set(0)),
+        drafts=rows.drafts._replace(count=write(rows.drafts.count, jnp.zeros_like(row))),
     )
 
 

@@ -121,14 +121,33 @@ def copy_slots(pools: Pools, sources: Int[Array, "C"], targets: Int[Array, "C"],
 
     def visit(index, carry):
         state_pool, conv_pool = carry
-        source, target = sources[index], targets[index]
-        state, tail, state_pool, conv_pool = lax.optimization_barrier(
-            (_slot(state_pool, source), _slot(conv_pool, source), state_pool, conv_pool)
-        )
-        return _put_slot(state_pool, state, target), _put_slot(conv_pool, tail, target)
+        return _copy_slot(state_pool, conv_pool, sources[index], targets[index])
 
     state_pool, conv_pool = lax.fori_loop(0, count, visit, (pools.kda, pools.conv))
     return pools._replace(kda=state_pool, conv=conv_pool)
+
+
+def copy_marked_slots(
+    pools: Pools, sources: Int[Array, "R"], targets: Int[Array, "R"], marked: Bool[Array, "R"]
+) -> Pools:
+    """The same for the pairs that are marked. Nothing is sorted for the usual case that none is."""
+    lanes = jnp.arange(marked.shape[0])
+
+    def visit(_, carry):
+        state_pool, conv_pool, lane = carry
+        lane = jnp.argmax(marked & (lanes > lane)).astype(jnp.int32)
+        return *_copy_slot(state_pool, conv_pool, sources[lane], targets[lane]), lane
+
+    start = (pools.kda, pools.conv, jnp.int32(-1))
+    state_pool, conv_pool, _ = lax.fori_loop(0, jnp.sum(marked, dtype=jnp.int32), visit, start)
+    return pools._replace(kda=state_pool, conv=conv_pool)
+
+
+def _copy_slot(state_pool, conv_pool, source, target):
+    state, tail, state_pool, conv_pool = lax.optimization_barrier(
+        (_slot(state_pool, source), _slot(conv_pool, source), state_pool, conv_pool)
+    )
+    return _put_slot(state_pool, state, target), _put_slot(conv_pool, tail, target)
 
 
 def _slot(pool, slot):

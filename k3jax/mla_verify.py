@@ -16,6 +16,7 @@ from k3jax.config import K3Config
 from k3jax.kda_packed import write_rows
 from k3jax.layers import wide
 from k3jax.mla_serving import BLOCK_PAGES, RunningSoftmax, block_pages, decode
+from k3jax.step_inputs import range_of
 from k3jax.tiles import Tile
 
 
@@ -88,7 +89,7 @@ def verify_by_token(
     """
     num_lanes = lengths.shape[0] * max_tokens
     token = jnp.arange(num_lanes, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right"), lengths.shape[0] - 1)
+    row = range_of(token, cu_seqlens)
     seen = jnp.where(token < cu_seqlens[-1], lengths[row] + token - cu_seqlens[row] + 1, 0)
     lanes = mla.Projected(*(x[:num_lanes] for x in projected))
     mixed = decode(params, lanes, pool, layer, page_table[row], seen, config)

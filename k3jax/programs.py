@@ -17,7 +17,7 @@ from k3jax.pallas.dispatch import Ops
 from k3jax.sharding import rules
 from k3jax.sharding.collectives import Parallel
 from k3jax.step import MixedBatch, StepExtras
-from k3jax.step_inputs import StepShape, packed_size
+from k3jax.step_inputs import MIN_TILES, StepShape, packed_size
 
 REPLICATED = PartitionSpec()
 
@@ -52,7 +52,17 @@ class StepProgram:
     def shape_of(self, *, rows: int, prefill_tokens: int) -> StepShape:
         """A bucket of this program."""
         drafts = self.drafting.tokens if self.drafting else 0
-        return StepShape(rows=rows, prefill_tokens=prefill_tokens, drafts=drafts)
+        return StepShape(rows=rows, prefill_tokens=prefill_tokens, drafts=drafts, min_tile=self.min_tile)
+
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu" or "gpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def min_tile(self) -> int:
+        """Of all its buckets."""
+        return MIN_TILES[self.platform]
 
     def pool_shapes(self) -> cache.Pools:
         """Abstract pools, unsharded."""

@@ -20,6 +20,9 @@ from k3jax import kda
 from k3jax.cache import PAGE_SIZE, Leaf
 
 MAX_TILE = 2048  # prefill tokens
+# Tokens below which a visit of the per-token blocks costs as much as for these: a GPU waits for the weights, however
+# few rows they are for, and a loop over visits costs it dozens of small copies and conditions a layer.
+MIN_TILES = {"cpu": 8, "gpu": 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class StepShape:
     rows: int  # decode rows + chunks at most
     prefill_tokens: int  # 0: decode only
     drafts: int = 0  # that a decode row may verify; with a draft model 0: a step in which it does not run
+    min_tile: int = MIN_TILES["cpu"]
 
     @property
     def tokens_per_row(self) -> int:
@@ -49,14 +53,15 @@ class StepShape:
 
     @property
     def token_tile(self) -> int:
-        """Tokens per visit of the per-token blocks: a quarter of the bucket, at most `MAX_TILE` and the rows.
+        """Tokens per visit of the per-token blocks: a quarter of the bucket, at least `min_tile`, at most `MAX_TILE`
+        and the rows.
 
         Every visit reads the weights again, and the last one may be mostly padding: with buckets of 512, 2048 and the
         budget, the smallest filling of the larger two costs at most twice what its exact size would.
         """
         lanes = self.lane_tokens
         if not self.prefill_tokens:
-            return lanes if lanes <= 8 else max(8, lanes // 4)
+            return lanes if lanes <= self.min_tile else max(self.min_tile, lanes // 4)
         return -(-(lanes + min(self.prefill_tokens // 4, MAX_TILE)) // 8) * 8
 
     def _in_tiles(self, tokens: int) -> int:
@@ -179,6 +184,15 @@ def packed_size(shape: StepShape) -> int:
     return sum(int(np.prod(field, dtype=np.int64)) for field in layout(shape).values())
 
 
+def range_of(positions: jax.Array, bounds: jax.Array) -> jax.Array:
+    """Which of the ranges between ascending `bounds` holds each position; the last for those behind all of them.
+
+    Every bound is compared: the loop of a binary search costs a GPU more.
+    """
+    last = bounds.shape[0] - 2
+    return jnp.minimum(jnp.searchsorted(bounds[1:], positions, side="right", method="compare_all"), last)
+
+
 class Geometry(NamedTuple):
     """Where every token and lane of the step stands, derived once for all layers."""
 
@@ -210,7 +224,7 @@ def geometry(inputs: StepInputs, lengths: jax.Array, shape: StepShape, null_row:
     token = jnp.arange(shape.num_tokens)
     packed = token - shape.rows
     in_prefill = packed >= 0
-    chunk = jnp.minimum(jnp.searchsorted(inputs.cu_seqlens[1:], packed, side="right"), shape.rows - 1)
+    chunk = range_of(packed, inputs.cu_seqlens)
     lane = jnp.minimum(token, shape.rows - 1)
     return Geometry(
         lane_is_decode=is_decode,

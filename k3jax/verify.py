@@ -276,12 +276,18 @@ def _accepted_jointly(
 
 
 def _logprobs(raw, tokens, is_emitted, ids, controls: Controls, live, parallel: Parallel):
-    """`sampling.logprobs` of every emitted token, one target row after the other."""
+    """`sampling.logprobs` of every emitted token, one target row after the other; zeros if no lane asks."""
 
     def of_target(target):
         own, token = (lax.dynamic_index_in_dim(x, target, 1, keepdims=False) for x in (raw, tokens))
         return sampling.logprobs(own, token, ids, controls, live, parallel)
 
-    by_target = lax.map(of_target, jnp.arange(raw.shape[1]))
+    def compute():
+        return lax.map(of_target, jnp.arange(raw.shape[1]))
+
+    def nothing():
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
+
+    by_target = lax.cond(jnp.any(live & (controls.num_logprobs >= 0)), compute, nothing)
     by_row = (jnp.moveaxis(x, 0, 1) for x in by_target)
     return tuple(jnp.where(is_emitted.reshape(*is_emitted.shape, *(1,) * (x.ndim - 2)), x, 0) for x in by_row)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from k3jax import draft_choice
 from k3jax.cache import Rows
-from k3jax.step_inputs import Geometry, StepInputs, StepShape
+from k3jax.step_inputs import Geometry, StepInputs, StepShape, range_of
 
 
 class VerifyGeometry(NamedTuple):
@@ -35,8 +35,10 @@ def geometry(inputs: StepInputs, rows: Rows, shape: StepShape, null_row: int) ->
     length = rows.length[row]
     is_decode = (lanes < inputs.num_decode) & (length < rows.end[row])
     may_draft = is_decode & (inputs.lane_is_masked == 0) & (rows.may_draft[row] > 0)
-    most = jnp.clip(jnp.minimum(rows.drafts.count[row], rows.end[row] - length - 1), 0, shape.drafts)
-    num_drafts = draft_choice.choose(rows.drafts.survival[row], jnp.where(may_draft, most, 0), inputs.num_drafts)
+    num_drafts = jnp.zeros(shape.rows, jnp.int32)
+    if shape.drafts:
+        most = jnp.clip(jnp.minimum(rows.drafts.count[row], rows.end[row] - length - 1), 0, shape.drafts)
+        num_drafts = draft_choice.choose(rows.drafts.survival[row], jnp.where(may_draft, most, 0), inputs.num_drafts)
     # Without drafts a row's token stands in its lane, as decode ops take it; that of a row that has ended is dead.
     own = jnp.where(is_decode if shape.drafts else lanes < inputs.num_decode, 1 + num_drafts, 0)
     cu_seqlens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(own, dtype=jnp.int32)])
@@ -51,8 +53,7 @@ def geometry(inputs: StepInputs, rows: Rows, shape: StepShape, null_row: int) ->
     token = jnp.arange(shape.num_tokens)
     in_prefill = token >= first_chunk
     packed = token - first_chunk
-    chunk = jnp.minimum(jnp.searchsorted(inputs.cu_seqlens[1:], packed, side="right"), shape.rows - 1)
-    lane = jnp.minimum(jnp.searchsorted(cu_seqlens[1:], token, side="right"), shape.rows - 1)
+    chunk, lane = range_of(packed, inputs.cu_seqlens), range_of(token, cu_seqlens)
     offset = token - cu_seqlens[lane]
     end = first_chunk + inputs.cu_seqlens[-1]
     last_of_chunk = first_chunk + inputs.cu_seqlens[chunk_of_lane + 1] - 1

@@ -33,7 +33,6 @@ from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
 from k3jax.pallas import dispatch, expert_load  # noqa: E402
 from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
-from k3jax.step_inputs import StepShape  # noqa: E402
 from serving.core.policy import SchedulerPolicy  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
 from serving.executor_limits import limits_of  # noqa: E402
@@ -114,7 +113,7 @@ class Bench:
             host_cache_bytes=store.capacity_bytes,
             identity=f"bench {self.args.model}",
         )
-        shapes = [StepShape(rows=ROWS, prefill_tokens=tokens) for tokens in self.prefill]
+        shapes = [program.shape_of(rows=ROWS, prefill_tokens=tokens) for tokens in self.prefill]
         executor = DeviceExecutor(program, weights, limits, store=store, shapes=shapes)
         emit(
             model=self.args.model,

@@ -30,7 +30,6 @@ from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
 from k3jax.pallas import dispatch, expert_load  # noqa: E402
 from k3jax.programs import StepProgram  # noqa: E402
 from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
-from k3jax.step_inputs import StepShape  # noqa: E402
 from serving.core.policy import SchedulerPolicy  # noqa: E402
 from serving.core.types import GenerationRequest, SamplingParams  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
@@ -133,7 +132,9 @@ def run_engine(program: StepProgram, weights: Any, args: argparse.Namespace, bat
     """Prompts and decode steps through scheduler, executor and step."""
     limits = limits_of(program, max_step_tokens=args.prompt)
     shapes = [
-        StepShape(rows=r, prefill_tokens=p) for p in (0, args.prompt) for r in sorted({8, program.cache_shape.num_rows})
+        program.shape_of(rows=r, prefill_tokens=p)
+        for p in (0, args.prompt)
+        for r in sorted({8, program.cache_shape.num_rows})
     ]
     started = time.perf_counter()
     executor = DeviceExecutor(program, weights, limits, shapes=shapes)

@@ -94,7 +94,6 @@ def check_step(kernels: Kernels) -> bool:
     from k3jax.program_text import ArrayType, parse, pool_copies
     from k3jax.programs import StepProgram
     from k3jax.sharding.mesh import make_mesh, parallel_of
-    from k3jax.step_inputs import StepShape
 
     mesh = make_mesh()
     shape = cache.CacheShape(num_rows=64, num_pages=20_001, num_slots=1025, pages_per_row=256)
@@ -109,7 +108,7 @@ def check_step(kernels: Kernels) -> bool:
         parallel=parallel_of(mesh),
         ops=ops,
     )
-    compiled = program.compile(StepShape(rows=64, prefill_tokens=512))
+    compiled = program.compile(program.shape_of(rows=64, prefill_tokens=512))
     pools = cache.pool_shapes(program.config, shape, program.dtype)
     names = {"bfloat16": "bf16", "float32": "f32"}
     types = [ArrayType(names[pool.dtype.name], pool.shape) for pool in jax.tree.leaves(pools)]

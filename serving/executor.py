@@ -142,14 +142,15 @@ class DeviceExecutor:
                 limits.max_step_tokens,
                 limits.draft_tokens,
                 # A CPU's loops end at the tokens that are there, so that one program serves both kinds of step.
-                rests=program.mesh.devices.flat[0].platform != "cpu",
+                rests=program.platform != "cpu",
+                min_tile=program.min_tile,
             )
             if shapes is None
             else tuple(shapes)
         )
         self._compiled, self.compile_report = self._compile_all(progress)
         self._neutral = {
-            rows: program.neutral_extras(StepShape(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
+            rows: program.neutral_extras(program.shape_of(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
         }
         self._fields = {shape: program.output_fields(shape) for shape in self._shapes}
         self._fresh_state = self._compile_fresh_state()

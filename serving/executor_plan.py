@@ -5,6 +5,7 @@ Every id is checked here, on the host, because JAX would clip a bad one in silen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from k3jax.cache import MAX_LOGIT_BIAS, PAGE_SIZE, CacheShape
 from k3jax.export_rule import export_refusal
 from k3jax.page_tables import PIECE as PAGE_PIECE
 from k3jax.page_tables import CachedPages
-from k3jax.step_inputs import StepInputs, StepShape, neutral
+from k3jax.step_inputs import MIN_TILES, StepInputs, StepShape, neutral
 from k3jax.token_counts import PIECE, CachedTokens
 from serving.core.seam import StepRejected
 from serving.core.types import PageAppend, PrefillChunk, RowAdmission, StepPlan
@@ -22,15 +23,23 @@ ROW_BUCKETS = (8, 32, 128)
 PREFILL_BUCKETS = (0, 512, 2048)
 
 
-def buckets(max_rows: int, max_prefill: int, drafts: int = 0, *, rests: bool = False) -> tuple[StepShape, ...]:
+def buckets(
+    max_rows: int,
+    max_prefill: int,
+    drafts: int = 0,
+    *,
+    rests: bool = False,
+    min_tile: int = MIN_TILES["cpu"],
+) -> tuple[StepShape, ...]:
     """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact.
 
     With `drafts`, `rests` adds one for each row bucket, of decode steps in which the draft model does not run.
     """
     rows = [r for r in ROW_BUCKETS if r < max_rows] + [max_rows]
     prefill = [p for p in PREFILL_BUCKETS if p < max_prefill] + [max_prefill]
-    resting = [StepShape(rows=r, prefill_tokens=0) for r in rows] if drafts and rests else []
-    return (*resting, *(StepShape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows))
+    shape = functools.partial(StepShape, min_tile=min_tile)
+    resting = [shape(rows=r, prefill_tokens=0) for r in rows] if drafts and rests else []
+    return (*resting, *(shape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows))
 
 
 def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
