@@ -261,12 +261,15 @@ class DeviceExecutor:
         self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
         return outputs
 
+    def _fetch(self, outputs: jax.Array) -> np.ndarray:
+        return np.asarray(outputs)
+
     def collect(self) -> StepResult:
         """Wait for the oldest submitted step. Raises `DeviceFailure`."""
         step = self._in_flight.popleft()
         try:
             with self._watch.counting():
-                outputs = np.asarray(step.outputs.result())
+                outputs = self._fetch(step.outputs.result())
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
         return result_of(step.plan, unpack(outputs, self._fields[step.shape]), step.num_logprobs)

@@ -20,7 +20,6 @@ import os
 import pathlib
 import statistics
 import sys
-import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -31,6 +30,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
 from bench.graph import captured_us, graph_us  # noqa: E402
+from bench.wall import wall_us  # noqa: E402
 
 from k3jax import moe, presets  # noqa: E402
 from k3jax.pallas import expert_gemm, expert_map, expert_ops, expert_plan, lines, moe_tail, router_cases, router_counts  # noqa: E402
@@ -42,7 +42,6 @@ TOKENS = (1, 9, 36, 144, 1024, 8192)
 SHAPES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
 LAYERS = 2
 CALLS = 8  # of a graph, each with other experts
-RUNS = 9
 # ours / peer at most, by tokens; of the TP8 shard only
 MUST = {1: 0.75, 9: 0.75, 36: 0.75, 144: 0.75, 1024: 0.75, 8192: 0.55}
 AIM = {1: 0.55, 9: 0.60, 36: 0.60, 144: 0.65, 1024: 0.50, 8192: 0.35}
@@ -238,13 +237,7 @@ def op_us(s: Setup, tokens: int, experts: int, inter: int) -> float:
     choices = jnp.asarray(np.stack(s.experts))
     marks = jnp.asarray(np.stack([router_cases.marks_of(ids, experts) for ids in s.experts]))
     compiled = program.lower(z, choices, marks, weights).compile()
-    times = []
-    for _ in range(RUNS + 1):
-        jax.block_until_ready(z)
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(z, choices, marks, weights))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) / CALLS * 1e6
+    return wall_us(compiled, (z, choices, marks, weights), CALLS)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
@@ -24,6 +23,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
+from bench.wall import wall_us  # noqa: E402
 
 from k3jax import moe, presets  # noqa: E402
 from k3jax.triton_kernels import experts  # noqa: E402
@@ -33,7 +33,6 @@ TOKENS = (1, 9, 36, 144, 1024, 8192)
 SHARES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
 LAYERS = 2
 CALLS = 8  # of a program, each with other experts
-RUNS = 9
 SCALE = 118  # every weight is its code times 2^-9
 CONFIG = presets.k3()
 LATENT, TOP_K = CONFIG.routed_expert_hidden_size, CONFIG.num_experts_per_token
@@ -130,13 +129,7 @@ def microseconds(call: Callable, z, routes: list, weights: moe.Experts) -> float
         return z
 
     compiled = program.lower(z, routes, weights).compile()
-    times = []
-    for _ in range(RUNS + 1):
-        jax.block_until_ready(z)
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(z, routes, weights))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:]) / len(routes) * 1e6
+    return wall_us(compiled, (z, routes, weights), len(routes))
 
 
 if __name__ == "__main__":

@@ -33,19 +33,20 @@ def fail_once(monkeypatch, owner, name, at_call):
 @pytest.mark.parametrize("place", ["dispatch", "collect"])
 def test_a_device_failure_is_survived_with_the_same_tokens(executor, monkeypatch, place, at_call):
     expected = alone(executor, three_requests())
-    owner, name = (executor, "_dispatch") if place == "dispatch" else (jax, "device_get")
-    calls = fail_once(monkeypatch, owner, name, at_call)
+    calls = fail_once(monkeypatch, executor, "_dispatch" if place == "dispatch" else "_fetch", at_call)
     result = run(executor, three_requests())
     assert len(calls) > at_call
     assert result.tokens == expected
     assert result.loop.stats().device_failures_total == 1
 
 
-def test_inputs_that_cannot_be_uploaded_end_the_requests_of_that_step_only(executor, monkeypatch):
-    expected = alone(executor, three_requests())
+def test_a_bias_that_cannot_be_uploaded_ends_the_requests_of_that_step_only(executor, monkeypatch):
+    biased = SamplingParams(temperature=0.0, logit_bias=((3, 1.0),))
+    requests = [request("a", 40, 10, biased), request("b", 70, 10, SAMPLED), request("c", 10, 10)]
+    expected = alone(executor, requests)
     late = request("late", 12, 4)
-    fail_once(monkeypatch, jax, "device_put", 3)
-    first = run(executor, three_requests())
+    fail_once(monkeypatch, jax, "device_put", 1)
+    first = run(executor, requests)
     assert {delta.finish_reason for delta in first.last.values()} == {"error"}
     assert "could not be uploaded" in (first.last["a"].error or "")
     assert all(expected[name][: len(tokens)] == tokens for name, tokens in first.tokens.items())

@@ -6,6 +6,7 @@ In float64, where rounding cannot hide a mistake. `test_step_float32` does some 
 import numpy as np
 import pytest
 
+from k3jax.step_inputs import MIN_TILES, StepShape
 from tests.k3jax.golden_data import random_params
 from tests.step.driver import Chunk, Request, Session, assert_close
 from tests.step.models import CUTS, DECODE, MIXED, SMALL, hybrid, hybrid4, prompt
@@ -111,3 +112,26 @@ def test_rows_decoding_together_equal_each_alone(one_shot):
             assert lanes[one.row].token == lane.token
             np.testing.assert_allclose(lanes[one.row].logprobs, lane.logprobs, rtol=0, atol=ATOL)
         assert_close(together.state(packed_request), alone.state(one), ATOL)
+
+
+def test_rows_visited_at_once_as_on_a_gpu_equal_rows_visited_in_turn():
+    """Twenty lanes in one visit of the per-token blocks, or in three."""
+    prompts = {6: prompt(seed=5, length=3), 0: prompt(seed=6, length=61), 3: prompt(seed=7, length=64)}
+
+    def decoded(min_tile: int) -> tuple[list, list]:
+        shape = StepShape(rows=20, prefill_tokens=0, min_tile=min_tile)
+        assert (shape.token_tile == shape.num_tokens) == (min_tile > 8)
+        session = Session(hybrid(), shape)
+        rows = [Request(row=row, slot=row + 1, pages=(3 * row + 1, 3 * row + 2)) for row in prompts]
+        for row in rows:
+            session.step(chunks=[Chunk(request=row, tokens=prompts[row.row])], shape=SMALL)
+        lanes = [session.step(rows) for _ in range(5)]
+        return lanes, [session.state(row) for row in rows]
+
+    in_turn, at_once = (decoded(MIN_TILES[platform]) for platform in ("cpu", "gpu"))
+    for one, other in zip(in_turn[0], at_once[0], strict=True):
+        for row in prompts:
+            assert one[row].token == other[row].token
+            np.testing.assert_allclose(one[row].logprobs, other[row].logprobs, rtol=0, atol=ATOL)
+    for one, other in zip(in_turn[1], at_once[1], strict=True):
+        assert_close(one, other, ATOL)
