@@ -22,7 +22,7 @@ from k3jax.cache import PAGE_SIZE, Leaf
 MAX_TILE = 2048  # prefill tokens
 # Tokens below which a visit of the per-token blocks costs as much as for these: a GPU waits for the weights, however
 # few rows they are for, and a loop over visits costs it dozens of small copies and conditions a layer.
-MIN_TILES = {"cpu": 8, "gpu": 64}
+MIN_TILES = {"cpu": 8, "gpu": 128}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

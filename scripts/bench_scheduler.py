@@ -22,6 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from serving.core.policy import SchedulerPolicy
 from serving.core.scheduler import Scheduler
 from serving.core.types import ExecutorLimits, GenerationRequest, RowResult, SamplingParams, StepPlan, StepResult
+from serving.garbage import collect_rarely
 
 
 def main() -> None:
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=512, help="measured steps")
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
+    collect_rarely()  # as the server does
     print(f"{'rows':>5} {'plan':>8} {'apply':>8} {'median':>8} {'mean':>8} {'p99':>8}   us per step, plan + apply")
     for num_rows in args.rows:
         plan, apply = measure(num_rows, args.steps, prefix_cache=args.prefix_cache)

@@ -19,6 +19,7 @@ from serving.api.app import build_app
 from serving.api.state import Backend, ServerState
 from serving.config import ConfigError, ServeConfig
 from serving.flags import parse_config
+from serving.garbage import collect_rarely
 from serving.server import DrainingServer
 from serving.welcome import log_configuration, log_ready
 
@@ -110,6 +111,8 @@ def _build(state: ServerState, server: DrainingServer, port: int, build: Build |
         else:
             build_engine = build
         engine, tokenizer, literals = build_engine(state.config, progress=state.report_progress)
+        if build is None:
+            collect_rarely()
         state.attach(Backend(engine=engine, tokenizer=tokenizer, literals=literals or ChatLiterals()))
     except Exception as error:
         logger.debug("The engine could not be built.", exc_info=True)

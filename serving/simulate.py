@@ -7,7 +7,6 @@ with arrival_s, prompt_tokens, output_tokens and, for prompts that share their s
 from __future__ import annotations
 
 import argparse
-import gc
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from serving.config import CHECKPOINTS, TOKEN_BUDGETS
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
+from serving.garbage import collect_rarely
 from serving.simulation.cost import CostModel
 from serving.simulation.drafts import DraftModel
 from serving.simulation.run import Report, simulate
@@ -174,5 +174,5 @@ def _share(text: str) -> float:
 
 
 if __name__ == "__main__":
-    gc.set_threshold(200_000)  # millions of short-lived tuples and no cycles to speak of: collections cost 7 %
+    collect_rarely()
     raise SystemExit(main())
