@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable
 
 _tickets = itertools.count(1)
@@ -33,11 +34,13 @@ class EvictionOrder[T]:
         self.age = 0.0
         self._is_candidate = is_candidate
         self._heap: list[tuple[float, int, T]] = []
+        # What is worth nothing, first come first: most pages, one after the other as the page behind each goes.
+        self._worthless: deque[tuple[int, T]] = deque()
         self._compact_at = 1024
 
     def __len__(self) -> int:
         """Entries held, void ones included."""
-        return len(self._heap)
+        return len(self._heap) + len(self._worthless)
 
     def enter(self, item: T, value: float) -> int:
         """Enter `item` with its value and return the ticket that it must remember.
@@ -45,18 +48,31 @@ class EvictionOrder[T]:
         What is worth nothing goes before all else, however new: it would only age what is worth something.
         """
         ticket = next(_tickets)
-        heap = self._heap
-        heapq.heappush(heap, (self.age + value if value else 0.0, ticket, item))
-        if len(heap) > self._compact_at:
-            # Void entries of items entered again pile up; dropping them now and then costs less than each at once.
-            heap[:] = [entry for entry in heap if entry[2] is item or self._is_candidate(entry[2], entry[1])]
-            heapq.heapify(heap)
-            self._compact_at = max(1024, 2 * len(heap))
+        if value:
+            heapq.heappush(self._heap, (self.age + value, ticket, item))
+        else:
+            self._worthless.append((ticket, item))
+        if len(self) > self._compact_at:
+            self._compact(item)
         return ticket
+
+    def _compact(self, newest: T) -> None:
+        """Void entries of items entered again pile up; dropping them now and then costs less than each at once."""
+        heap, is_candidate = self._heap, self._is_candidate
+        heap[:] = [entry for entry in heap if entry[2] is newest or is_candidate(entry[2], entry[1])]
+        heapq.heapify(heap)
+        kept = [entry for entry in self._worthless if entry[1] is newest or is_candidate(entry[1], entry[0])]
+        self._worthless = deque(kept)
+        self._compact_at = max(1024, 2 * len(self))
 
     def lowest(self) -> float | None:
         """Score of what would go next; None when nothing can."""
-        heap = self._heap
+        worthless, heap = self._worthless, self._heap
+        while worthless:
+            ticket, item = worthless[0]
+            if self._is_candidate(item, ticket):
+                return 0.0
+            worthless.popleft()
         while heap:
             score, ticket, item = heap[0]
             if self._is_candidate(item, ticket):
@@ -82,9 +98,12 @@ class EvictionOrder[T]:
         score = self.lowest()
         if score is None:
             return None
+        if self._worthless:
+            return self._worthless.popleft()[1]
         self.age = max(self.age, score)
         return heapq.heappop(self._heap)[2]
 
     def clear(self) -> None:
         """Forget all entries."""
         self._heap.clear()
+        self._worthless.clear()
