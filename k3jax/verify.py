@@ -115,6 +115,17 @@ def accept(
     return Accepted(count, tokens, is_nan, *_logprobs(raw, tokens, is_emitted, ids, controls, live, parallel))
 
 
+def accept_none(
+    logits: Float[Array, "R 1 X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel
+) -> Accepted:
+    """`accept` for rows that bring no drafts, bit for bit: with fewer kernels, since each row has one target only."""
+    sampled = sampling.sample(logits[:, 0], controls, live, parallel)
+    is_emitted = live & ~sampled.is_nan
+    values = (sampled.token, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
+    token, *rest = (jnp.where(is_emitted.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)[:, None] for x in values)
+    return Accepted(is_emitted.astype(jnp.int32), token, sampled.is_nan, *rest)
+
+
 def draw_draft(
     logits: Float[Array, "R X"],
     temperature: Float[Array, "R"],

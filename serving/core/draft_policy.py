@@ -115,7 +115,8 @@ class DraftPolicy:
         if best.num_drafts or not possible or not room:
             return DraftChoice(best.num_drafts, self._is_drafting)
         self._trial_s += _TRIAL_SHARE * curve.seconds(0)
-        if self._trial_s < drafting.seconds(self._most) - plain.seconds(0):
+        # One step makes the drafts, the next one verifies them.
+        if self._trial_s < drafting.seconds(0) + drafting.seconds(self._most) - 2 * plain.seconds(0):
             return DraftChoice(0, self._is_drafting)
         if not held:
             return DraftChoice(0, True)  # to be tried in the next step
