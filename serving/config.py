@@ -141,8 +141,8 @@ class ServeConfig:
     kernels: str = setting(
         "auto",
         "scheduling",
-        "`pallas` takes every GPU kernel that covers model and device, `xla` none, `auto` those compared inside "
-        "the step (none yet)",
+        "`auto` takes every GPU kernel that covers model and device, `pallas` does too and refuses to start where "
+        "none does, `xla` takes none",
         choices=KERNELS,
     )
     moe_finalize: str | None = setting(
