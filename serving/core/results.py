@@ -31,9 +31,9 @@ def take_result(state: SchedulerState, result: StepResult) -> list[OutputDelta]:
         # row of every step.
         token_ids, is_nan = row[1], row[3]
         if request.is_plain and not is_nan and len(token_ids) == 1:
-            tokens = request.tokens
-            if len(tokens) < request.end_at and token_ids[0] not in request.stop_token_ids:
-                tokens.append(token_ids[0])
+            tokens, token = request.tokens, token_ids[0]
+            if len(tokens) < request.end_at and token not in request.stop_token_ids:
+                tokens.append(token)
                 num_plain += 1
                 # A third of the time that OutputDelta(request.request_id, token_ids) takes.
                 deltas.append(_new_tuple(OutputDelta, (request.request_id, token_ids, (), None, None, 0, None, 0, 0)))
