@@ -191,14 +191,12 @@ def _accept(params, rows: Rows, inputs, where: VerifyGeometry, out, extras, conf
         num_tokens=shape.rows,
     )
     at = inputs.lane_rows
-    controls, live = controls_of(rows, inputs, where.tokens, extras), where.tokens.lane_samples
+    controls = controls_of(rows, inputs, where.tokens, extras)
+    drafted = verify.Drafted(
+        rows.drafts.tokens[at, : shape.drafts], rows.drafts.logits[at, : shape.drafts], where.num_drafts
+    )
     with jax.named_scope("sample"):
-        if not shape.drafts:
-            return verify.accept_none(logits, controls, live, parallel)
-        drafted = verify.Drafted(
-            rows.drafts.tokens[at, : shape.drafts], rows.drafts.logits[at, : shape.drafts], where.num_drafts
-        )
-        return verify.accept(logits, drafted, controls, live, parallel, rule=drafting.rule)
+        return verify.accept(logits, drafted, controls, where.tokens.lane_samples, parallel, rule=drafting.rule)
 
 
 def _commit_state(

@@ -83,6 +83,8 @@ def accept(
         raise ValueError(
             f"{num_targets} target rows do not fit {num_drafts} drafts: one more row than drafts is needed"
         )
+    if not num_drafts:
+        return _sampled(logits, controls, live, parallel)
     ids = _own_ids(width, num_drafts, parallel)
     raw = wide(logits)
     # As in `sample`: an infinite logit has no distribution, and a maximum over ranks may drop NaN.
@@ -115,10 +117,8 @@ def accept(
     return Accepted(count, tokens, is_nan, *_logprobs(raw, tokens, is_emitted, ids, controls, live, parallel))
 
 
-def accept_none(
-    logits: Float[Array, "R 1 X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel
-) -> Accepted:
-    """`accept` for rows that bring no drafts, bit for bit: with fewer kernels, since each row has one target only."""
+def _sampled(logits: Float[Array, "R 1 X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel) -> Accepted:
+    """What rows without room for drafts emit: the sampler's own choice, in fewer kernels than the way over targets."""
     sampled = sampling.sample(logits[:, 0], controls, live, parallel)
     is_emitted = live & ~sampled.is_nan
     values = (sampled.token, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
