@@ -136,18 +136,9 @@ class DeviceExecutor:
         self._params = program.prepare(params)
         self._replicated = NamedSharding(program.mesh, REPLICATED)
         self._watch = CompileWatch()
-        self._shapes = (
-            executor_plan.buckets(
-                limits.num_rows,
-                limits.max_step_tokens,
-                limits.draft_tokens,
-                # A CPU's loops end at the tokens that are there, so that one program serves both kinds of step.
-                rests=program.platform != "cpu",
-                min_tile=program.min_tile,
-            )
-            if shapes is None
-            else tuple(shapes)
-        )
+        if shapes is None:
+            shapes = executor_plan.buckets_for(program, limits.num_rows, limits.max_step_tokens)
+        self._shapes = tuple(shapes)
         self._compiled, self.compile_report = self._compile_all(progress)
         self._neutral = {
             rows: program.neutral_extras(program.shape_of(rows=rows, prefill_tokens=0)) for rows in self._row_buckets

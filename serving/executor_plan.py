@@ -14,6 +14,7 @@ from k3jax.cache import MAX_LOGIT_BIAS, PAGE_SIZE, CacheShape
 from k3jax.export_rule import export_refusal
 from k3jax.page_tables import PIECE as PAGE_PIECE
 from k3jax.page_tables import CachedPages
+from k3jax.programs import StepProgram
 from k3jax.step_inputs import MIN_TILES, StepInputs, StepShape, neutral
 from k3jax.token_counts import PIECE, CachedTokens
 from serving.core.seam import StepRejected
@@ -40,6 +41,14 @@ def buckets(
     shape = functools.partial(StepShape, min_tile=min_tile)
     resting = [shape(rows=r, prefill_tokens=0) for r in rows] if drafts and rests else []
     return (*resting, *(shape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows))
+
+
+def buckets_for(program: StepProgram, max_rows: int, max_prefill: int) -> tuple[StepShape, ...]:
+    """Those of a program on its devices."""
+    drafts = program.drafting.tokens if program.drafting else 0
+    # A CPU's loops end at the tokens that are there, so that one program serves both kinds of step.
+    rests = program.platform != "cpu"
+    return buckets(max_rows, max_prefill, drafts, rests=rests, min_tile=program.min_tile)
 
 
 def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:

@@ -156,9 +156,7 @@ def build(
         unstacked=device.platform == "cpu",
     )
     limits = limits_of(program, max_step_tokens=PREFILL[-1], identity=f"bench {target.name} {draft} {rollback}")
-    rests = device.platform != "cpu"
-    shapes = executor_plan.buckets(rows, PREFILL[-1], limits.draft_tokens, rests=rests, min_tile=program.min_tile)
-    shapes = [shape for shape in shapes if shape.rows == rows]
+    shapes = [shape for shape in executor_plan.buckets_for(program, rows, PREFILL[-1]) if shape.rows == rows]
     return DeviceExecutor(program, weights, limits, kernels=choices, shapes=shapes)
 
 
