@@ -45,13 +45,14 @@ def main() -> None:
 
 def measure(num_rows: int, num_steps: int, *, prefix_cache: bool) -> tuple[list[float], list[float]]:
     """Microseconds of each plan and each apply while `num_rows` requests decode."""
+    longest = 1500 + num_steps + 512  # the longest prompt and all that it may decode
     limits = ExecutorLimits(
         num_rows=num_rows,
-        num_pages=1 + num_rows * 40,
+        num_pages=1 + num_rows * (longest // 64 + 1),
         num_slots=1 + 2 * num_rows,
         page_size=64,
         max_step_tokens=8192,
-        max_model_len=32768,
+        max_model_len=max(32768, longest),
         vocab_size=163840,
         page_bytes=884_736,
         slot_bytes=56_000_000,
