@@ -1,4 +1,8 @@
-"""What a step costs by the drafts that it verifies, and how many of them pay."""
+"""What a step costs by the drafts that it verifies, and how many of them pay.
+
+A measurement is too long where anything else ran, never too short. So where a smaller step seems to cost more than a
+larger one, the smaller one's is wrong.
+"""
 
 from __future__ import annotations
 
@@ -107,13 +111,18 @@ def _grid(costs: Sequence[StepCost]) -> dict[int, CostCurve]:
     """A curve for every number of rows, all with the same points; seconds rise both ways."""
     drafts = sorted({cost.num_drafts for cost in costs})
     grid: dict[int, CostCurve] = {}
-    before = [0.0] * len(drafts)
-    for rows in sorted({cost.rows for cost in costs}):
+    larger = [math.inf] * len(drafts)
+    for rows in sorted({cost.rows for cost in costs}, reverse=True):
         measured = CostCurve(_medians((cost.num_drafts, cost.seconds) for cost in costs if cost.rows == rows))
-        line = itertools.accumulate((measured.seconds(count) for count in drafts), max)
-        before = [max(pair) for pair in zip(line, before, strict=True)]
-        grid[rows] = CostCurve(list(zip(drafts, before, strict=True)))
+        line = _rising(measured.seconds(count) for count in drafts)
+        larger = [min(pair) for pair in zip(line, larger, strict=True)]
+        grid[rows] = CostCurve(list(zip(drafts, larger, strict=True)))
     return grid
+
+
+def _rising(seconds: Iterable[float]) -> list[float]:
+    """Each at most what any behind it is."""
+    return list(itertools.accumulate(reversed(list(seconds)), min))[::-1]
 
 
 def _points(grid: dict[int, CostCurve], num_rows: int) -> list[tuple[int, float]]:
@@ -127,12 +136,14 @@ def _points(grid: dict[int, CostCurve], num_rows: int) -> list[tuple[int, float]
 
 def _saved(grid: dict[int, CostCurve], costs: Sequence[StepCost]) -> list[tuple[int, float]]:
     """What the draft pass takes, by rows: the difference that steps without it make."""
-    saved = []
-    for cost in costs:
-        if not cost.is_drafting:
-            curve = CostCurve(_points(grid, cost.rows))
-            saved.append((cost.rows, max(0.0, curve.seconds(cost.num_drafts) - cost.seconds)))
-    return _medians(saved)
+    curves = {cost.rows: CostCurve(_points(grid, cost.rows)) for cost in costs if not cost.is_drafting}
+    plain = _medians(
+        (cost.rows, cost.seconds - curves[cost.rows].seconds(cost.num_drafts) + curves[cost.rows].seconds(0))
+        for cost in costs
+        if not cost.is_drafting
+    )
+    seconds = _rising(value for _, value in plain)
+    return [(rows, max(0.0, curves[rows].seconds(0) - value)) for (rows, _), value in zip(plain, seconds, strict=True)]
 
 
 def _medians(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -102,3 +102,26 @@ def test_what_is_no_cost_is_refused(cost):
 def test_without_costs_there_is_no_table():
     assert not CostTable([])
     assert CostCurve([]).between(3) == 0.0
+
+
+def test_a_measurement_that_something_else_disturbed_does_not_raise_what_larger_steps_cost():
+    """As measured on a busy GPU: 4 rows seemed to cost more than 16, and 7 drafts of one row much more than 2."""
+    milliseconds = {
+        (1, 0): 2.037,
+        (1, 2): 1.727,
+        (1, 7): 2.055,
+        (4, 0): 2.685,
+        (4, 7): 2.602,
+        (4, 28): 2.512,
+        (16, 0): 1.442,
+        (16, 28): 2.686,
+        (16, 112): 2.309,
+    }
+    plain = [StepCost(rows, 0, False, ms) for rows, ms in ((1, 1.136), (4, 1.032), (16, 0.976))]
+    table = CostTable([*plain, *(StepCost(rows, count, True, ms) for (rows, count), ms in milliseconds.items())])
+    curve = table.curve(16, is_drafting=True)
+    assert [curve.seconds(count) for count in (0, 28, 112)] == [1.442, 2.309, 2.309]
+    for rows, drafts in ((1, 7), (4, 28), (8, 56), (16, 112)):
+        assert table.curve(rows, is_drafting=True).seconds(0) <= 1.442
+        assert table.curve(rows, is_drafting=True).seconds(drafts) <= 2.309
+        assert table.curve(rows, is_drafting=False).seconds(0) == pytest.approx(0.976)
