@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from serving.core.request import LiveRequest
-from serving.core.step_costs import CostTable
+from serving.core.step_costs import Best, CostCurve, CostTable
 from serving.core.types import ExecutorLimits
 
 _WINDOW = 128  # rows with drafts verified, over which acceptance is remembered
@@ -37,6 +37,7 @@ class AcceptanceEstimate:
     """What became of the drafts verified lately, by position, against what was expected of them."""
 
     def __init__(self, num_positions: int) -> None:
+        self.version = 0  # changes with what was noted
         self._drafted = [0.0] * (num_positions + 1)  # rows by the number of drafts that they verified
         self._accepted = [0.0] * (num_positions + 1)  # rows by the number that held
         self._expected = [0.0] * num_positions  # sums of the chances given to what was verified
@@ -44,6 +45,7 @@ class AcceptanceEstimate:
     def note(self, survival: Sequence[float], num_drafted: int, num_accepted: int) -> None:
         """Note a row: the chances that its drafts were given, how many were verified, and how many held."""
         chances, expected = survival or self.usual(), self._expected
+        self.version += 1
         self._drafted[num_drafted] += 1
         self._accepted[num_accepted] += 1
         for position in range(num_drafted):
@@ -53,6 +55,7 @@ class AcceptanceEstimate:
         """Let what was noted so far count for `_WINDOW` rows at most; once a step."""
         num_rows = sum(self._drafted)
         if num_rows > _WINDOW:
+            self.version += 1
             for counts in (self._drafted, self._accepted, self._expected):
                 counts[:] = [count * _WINDOW / num_rows for count in counts]
 
@@ -79,6 +82,24 @@ def at_least[Number: (int, float)](counts: Sequence[Number]) -> list[Number]:
     return list(itertools.accumulate(reversed(counts[1:])))[::-1]
 
 
+class _Known(NamedTuple):
+    """What follows from the estimate, which changes only with drafts that were verified."""
+
+    version: int
+    usual: tuple[float, ...]
+    scales: tuple[float, ...]
+    missing: dict[tuple[int, ...], list[float]]
+    best: dict[tuple[int, tuple[int, ...]], Best]
+
+
+class _Chances(NamedTuple):
+    """That drafts hold, best first."""
+
+    held: list[float]  # of the drafts that the rows have
+    possible: list[float]  # of those that all of them would have
+    missing: tuple[int, ...]  # rows without drafts, by the places that they have left for them
+
+
 class DraftPolicy:
     """Chooses for one scheduler. Without costs, or when not adaptive, every draft is verified."""
 
@@ -88,6 +109,7 @@ class DraftPolicy:
         self._estimate = AcceptanceEstimate(limits.draft_tokens)
         self._is_drafting = True
         self._trial_s = 0.0  # saved up for drafts that do not seem to pay
+        self._known = _Known(-1, (), (), {}, {})
 
     def most_drafts(self, request: LiveRequest) -> int:
         """Drafts that a row may verify at most in its next step."""
@@ -102,11 +124,12 @@ class DraftPolicy:
             return DraftChoice(min(room, held), True)
         if not requests:
             return DraftChoice(0, self._is_drafting)
-        held, possible = self._chances(requests)
         num_rows = len(requests)
+        chances = self._chances(requests)
+        held, possible = chances.held, chances.possible
         drafting = self._costs.curve(num_rows, is_drafting=True)
         plain = self._costs.curve(num_rows, is_drafting=False)
-        best = drafting.best(possible, num_rows)
+        best = self._best(drafting, chances, num_rows)
         is_free = drafting.seconds(0) <= plain.seconds(0)
         self._is_drafting = is_free or best.tokens_per_s > num_rows / plain.seconds(0)
         curve = drafting if self._is_drafting else plain
@@ -131,20 +154,54 @@ class DraftPolicy:
         """Note what became of a row's drafts, whose chances were `survival` (unknown when empty)."""
         self._estimate.note(survival, num_drafted, num_accepted)
 
-    def _chances(self, requests: Sequence[LiveRequest]) -> tuple[list[float], list[float]]:
-        """Chances of the drafts that the rows have, and of those that they all would have, best first."""
-        scales, usual = self._estimate.scales(), self._estimate.usual()
+    def _chances(self, requests: Sequence[LiveRequest]) -> _Chances:
+        """What the rows' drafts hold with. Rows without drafts are expected to get what is usual, in as many places as
+        they have left."""
+        known, most = self._now_known(), self._most
+        scales = known.scales
         held: list[float] = []
-        missing: list[float] = []
+        num_missing = [0] * (most + 1)  # rows by the places that they have left for drafts
         for request in requests:
             if request.may_draft:
-                chances = map(operator.mul, request.survival or usual, scales)
                 num_left = request.end_at - request.num_written - 1
-                if num_left < self._most:
+                if not request.has_drafts:
+                    num_missing[min(most, max(0, num_left))] += 1
+                    continue
+                chances = map(operator.mul, request.survival or known.usual, scales)
+                if num_left < most:
                     chances = itertools.islice(chances, max(0, num_left))
-                (held if request.has_drafts else missing).extend(chances)
-        ordered = _falling(held)
-        return ordered, _falling([*held, *missing]) if missing else ordered
+                held.extend(chances)
+        ordered, key = _falling(held), tuple(num_missing)
+        if not any(num_missing):
+            return _Chances(ordered, ordered, key)
+        missing = self._missing(key)
+        return _Chances(ordered, _falling([*held, *missing]) if held else missing, key)
+
+    def _missing(self, num_rows: tuple[int, ...]) -> list[float]:
+        """What drafts would hold with in rows that have none, by the places left; kept until more is known."""
+        known = self._now_known()
+        chances = known.missing.get(num_rows)
+        if chances is None:
+            each = list(map(operator.mul, known.usual, known.scales))
+            chances = _falling([chance for left, count in enumerate(num_rows) for chance in each[:left] * count])
+            known.missing[num_rows] = chances
+        return chances
+
+    def _best(self, curve: CostCurve, chances: _Chances, num_rows: int) -> Best:
+        """`curve.best` of what the rows would have. While none has drafts the answer changes only with the estimate."""
+        if chances.held:
+            return curve.best(chances.possible, num_rows)
+        key = (num_rows, chances.missing)
+        best = self._known.best.get(key)
+        if best is None:
+            best = self._known.best[key] = curve.best(chances.possible, num_rows)
+        return best
+
+    def _now_known(self) -> _Known:
+        estimate = self._estimate
+        if self._known.version != estimate.version:
+            self._known = _Known(estimate.version, estimate.usual(), estimate.scales(), {}, {})
+        return self._known
 
 
 def _falling(chances: list[float]) -> list[float]:

@@ -28,6 +28,9 @@ class CostCurve:
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self.points = points
+        self._starts = [start for start, _ in points]
+        slopes = [(then - now) / (end - start) for (start, now), (end, then) in itertools.pairwise(points)]
+        self._slopes = [*slopes, slopes[-1] if slopes else 0.0]
 
     def between(self, count: int) -> float:
         """As `seconds`, flat also behind the last point; 0 without any."""
@@ -35,40 +38,43 @@ class CostCurve:
 
     def seconds(self, num_drafts: int) -> float:
         """Of a step that verifies `num_drafts` drafts."""
-        points = self.points
-        index = bisect.bisect_right(points, num_drafts, key=_at) - 1
+        index = bisect.bisect_right(self._starts, num_drafts) - 1
         if index < 0:
-            return points[0][1]
-        start, seconds = points[index]
-        return seconds + (num_drafts - start) * self._slope(index)
+            return self.points[0][1]
+        start, seconds = self.points[index]
+        return seconds + (num_drafts - start) * self._slopes[index]
 
     def best(self, chances: Sequence[float], num_rows: int) -> Best:
         """How many of `chances`, which fall, bring the most: argmax over B of (rows + their sum) / seconds(B)."""
-        totals = [float(num_rows), *itertools.accumulate(chances, initial=float(num_rows))][1:]
-        ends = [start for start, _ in self.points if 0 < start < len(chances)]
-        best = Best(0, totals[0] / self.seconds(0))
-        for low, high in itertools.pairwise([0, *ends, len(chances)]):
-            count = self._best_between(chances, totals, low, high)
-            rate = totals[count] / self.seconds(count)
+        low, low_s = 0, self.seconds(0)
+        best = Best(0, num_rows / low_s)
+        if not chances:
+            return best
+        totals = list(itertools.accumulate(chances, initial=float(num_rows)))
+        for high in (*(start for start in self._starts if 0 < start < len(chances)), len(chances)):
+            high_s = self.seconds(high)
+            slope = (high_s - low_s) / (high - low)
+            count = _last_that_pays(chances, totals, low, high, low_s, slope)
+            rate = totals[count] / (low_s + (count - low) * slope)
             if rate > best.tokens_per_s:
                 best = Best(count, rate)
+            low, low_s = high, high_s
         return best
 
-    def _best_between(self, chances: Sequence[float], totals: Sequence[float], low: int, high: int) -> int:
-        """The same where the curve is straight: there, once one more draft does not pay, none behind it does."""
-        start, slope = self.seconds(low), (self.seconds(high) - self.seconds(low)) / max(1, high - low)
 
-        def is_enough(count: int) -> bool:
-            return chances[count] * (start + (count - low) * slope) <= slope * totals[count]
-
-        return low + bisect.bisect_left(range(low, high), True, key=is_enough)
-
-    def _slope(self, index: int) -> float:
-        points = self.points
-        if len(points) < 2:
-            return 0.0
-        (start, seconds), (end, seconds_there) = points[min(index, len(points) - 2) :][:2]
-        return (seconds_there - seconds) / (end - start)
+def _last_that_pays(
+    chances: Sequence[float], totals: Sequence[float], low: int, high: int, low_s: float, slope: float
+) -> int:
+    """The best count between `low` and `high`, where the curve is straight: there, once one more draft does not pay,
+    none behind it does."""
+    while low < high:
+        middle = (low + high) // 2
+        if chances[middle] * low_s <= slope * (totals[middle] - chances[middle] * (middle - low)):
+            high = middle
+        else:
+            low_s += (middle + 1 - low) * slope
+            low = middle + 1
+    return low
 
 
 class CostTable:
@@ -103,19 +109,15 @@ class CostTable:
         return curve
 
 
-def _at(point: tuple[int, float]) -> int:
-    return point[0]
-
-
 def _grid(costs: Sequence[StepCost]) -> dict[int, CostCurve]:
     """A curve for every number of rows, all with the same points; seconds rise both ways."""
     drafts = sorted({cost.num_drafts for cost in costs})
     grid: dict[int, CostCurve] = {}
     larger = [math.inf] * len(drafts)
     for rows in sorted({cost.rows for cost in costs}, reverse=True):
-        measured = CostCurve(_medians((cost.num_drafts, cost.seconds) for cost in costs if cost.rows == rows))
-        line = _rising(measured.seconds(count) for count in drafts)
-        larger = [min(pair) for pair in zip(line, larger, strict=True)]
+        points = _medians((cost.num_drafts, cost.seconds) for cost in costs if cost.rows == rows)
+        measured = CostCurve(list(zip([count for count, _ in points], _rising(s for _, s in points), strict=True)))
+        larger = [min(measured.seconds(count), bound) for count, bound in zip(drafts, larger, strict=True)]
         grid[rows] = CostCurve(list(zip(drafts, larger, strict=True)))
     return grid
 
