@@ -54,7 +54,7 @@ def run_decode(
 def run_verify(
     case: kda_verify_cases.VerifyCase,
     rng: np.random.Generator,
-    tiles: kda_verify.VerifyTiles = kda_verify.DEFAULT_TILES,
+    tiles: kda_verify.VerifyTiles | None = None,
     interpret=None,
 ) -> kda_verify_cases.VerifyVerdict:
     """One verify of all rows."""

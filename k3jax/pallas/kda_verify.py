@@ -24,9 +24,15 @@ from k3jax.pallas.kda_decode import StackedParams, Token
 from k3jax.pallas.kda_verify_block import MAX_TOKENS, VerifyTiles, verify_kernel
 from k3jax.replay import Records
 
-__all__ = ["DEFAULT_TILES", "MAX_TOKENS", "VerifyTiles", "kda_verify_pallas", "kda_verify_reference", "supported"]
+__all__ = ["MAX_TOKENS", "VerifyTiles", "kda_verify_pallas", "kda_verify_reference", "supported", "tiles_for"]
 
-DEFAULT_TILES = VerifyTiles(lanes_per_row=8, tokens_per_step=3)
+_MULTIPROCESSORS = 132  # of an H200: so many heads have one each
+
+
+def tiles_for(heads: int) -> VerifyTiles:
+    """Tiles for `heads` heads of all rows together: two share a multiprocessor only where they have to."""
+    warpgroups = 4 if heads <= _MULTIPROCESSORS else 2
+    return VerifyTiles(warpgroups_per_head=warpgroups, lanes_per_row=8, tokens_per_step=3)
 
 
 def kda_verify_reference(
@@ -58,7 +64,7 @@ def kda_verify_pallas(
     out: Float[Array, "N W"],
     config: K3Config,
     *,
-    tiles: VerifyTiles = DEFAULT_TILES,
+    tiles: VerifyTiles | None = None,
     interpret=None,
 ) -> tuple[Float[Array, "N W"], Records]:
     """Outputs of the rows' tokens, written into `out` in place, and their records.
@@ -69,6 +75,7 @@ def kda_verify_pallas(
     bound = config.gate_lower_bound
     assert bound is not None, "supported() refuses the softplus gate"
     rows, heads, tokens = slots.shape[0], state_pool.shape[2], records.pseudo.shape[2]
+    tiles = tiles or tiles_for(rows * heads)
     kernel = verify_kernel(rows, heads, tokens, token.packed.dtype, tiles, config.rms_norm_eps, bound, interpret)
     refs = [jax.new_ref(x) for x in (*records, out)]
     kernel(indices, cu_seqlens, slots, *token, *params, state_pool, conv_pool, *refs)

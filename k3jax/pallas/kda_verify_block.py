@@ -1,10 +1,13 @@
-"""The kernel of KDA verify: a block for each row and head. See `kda_verify` for the formulas.
+"""The kernel of KDA verify: a block for each row and one or two heads. See `kda_verify` for the formulas.
 
-Four warpgroups each prepare one of q, k, v and the decays, one channel a thread. Then q's and k's compute the scores B
-and A, 16 tokens as a tile in registers against one column after the other, while v's and the decays' multiply half of
-the value rows each: the state goes from global memory straight to the registers that feed the tensor cores. Then v's
-solves for the pseudo values, a value row a thread, and in the end every warp finishes one token. What nobody waits for
-(most records, the gates of the outputs) is done by the warpgroups that wait.
+Warpgroups prepare q, k, v and the decays, one channel a thread; compute the scores B and A, 16 tokens as a tile in
+registers against one column after the other; and multiply half of the value rows each: the state goes from global
+memory straight to the registers that feed the tensor cores. Then one solves for the pseudo values, a value row a
+thread, and in the end every warp finishes a token at a time.
+
+Four warpgroups a head run the scores beside the products, for few heads, where latency counts. Two do one after the
+other, and a block has two heads, of which one computes while the other waits. Two blocks of two warpgroups would do
+the same, but nothing would keep the compiler from the registers of a multiprocessor with one.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from k3jax.pallas.kda_verify_registers import (
 from k3jax.pallas.shared_memory import swizzled
 
 MAX_TOKENS = 16  # rows of a token tile, one for each warp of a block; also keeps e^{-G} finite
-_WARPGROUPS = 4
-_QUERY, _KEY, _VALUE, _DECAY = range(_WARPGROUPS)  # what a warpgroup prepares
+_WARPGROUPS = 4  # of a block
+_TOKENS_A_GROUP = 4  # tokens that a warpgroup finishes at once, one a warp
+_QUERY, _KEY, _VALUE, _DECAY = range(4)  # what four warpgroups prepare, and the parts of the projections
 _HALF = HEAD_DIM // 2  # value rows of a product on tensor cores; also key channels of one
 _PADDED = HEAD_DIM + 4  # floats from token to token, so that a transposed store meets no bank twice
 _TOKEN_A_WARP = channels.state_layout(32)
@@ -40,32 +44,38 @@ _TOKEN_A_WARP = channels.state_layout(32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyTiles:
-    """How a block divides the scores A and B."""
+    """How a block divides its work."""
 
+    warpgroups_per_head: int  # 4: phases side by side, a head a block; 2: two heads a block
     lanes_per_row: int  # lanes that share a token: 8 or 16
     tokens_per_step: int  # columns computed at a time
 
     def __post_init__(self) -> None:
+        if self.warpgroups_per_head not in (2, 4):
+            raise ValueError(f"warpgroups_per_head={self.warpgroups_per_head} must be 2 or 4")
         if self.lanes_per_row not in (8, 16):
             raise ValueError(f"lanes_per_row={self.lanes_per_row} must be 8 or 16: {MAX_TOKENS} rows go to a warpgroup")
         if not 1 <= self.tokens_per_step <= MAX_TOKENS:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must lie in 1..{MAX_TOKENS}")
 
+    @property
+    def heads(self) -> int:
+        """Of a block."""
+        return _WARPGROUPS // self.warpgroups_per_head
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scratch:
-    """Shared memory of a block. Rows behind a row's tokens hold anything: they only meet their like."""
+    """Shared memory of a head. Rows behind a row's tokens hold anything: they only meet their like."""
 
-    parts: Any  # [3 (q|k|v), 16, 128] after the convolution
+    parts: Any  # [3 (q|k|v), 16, 128] after the convolution; later, in q's place, what queries read of the state
     factors: Any  # [2 (e^G | e^-G / shift^2), 16, 128]
     vectors: Any  # [64, 128] bf16: shift k e^G, shift q e^G, 16 rows each, then what rounding took from them
-    columns: Any  # [16, 128] k e^-G / shift
-    strengths: Any  # [16, 128] b in every channel
+    columns: Any  # [16, 128] k e^-G / shift, until the scores are complete; then the pseudo values
+    strengths: Any  # [16] b
     scores: Any  # [2 (B|A), 16 (j), 16 (t)], zero where j > t
     from_state: Any  # [32, 132] products with the state: of 16 keys, of 16 queries
-    from_queries: Any  # [16, 128] the latter in rows that more than one at a time can be read of
     gates: Any  # [16, 128] what normalised outputs are multiplied with
-    pseudo: Any  # [16, 128]
     outputs: Any  # [16, 128] bf16
     decayed: Any  # barriers, by what is complete when they open
     built: Any
@@ -73,26 +83,28 @@ class _Scratch:
     solved: Any
 
 
-def _scratch() -> dict:
-    def token_tiles(*lead: int, dtype=jnp.float32):
-        return plgpu.SMEM((*lead, MAX_TOKENS, HEAD_DIM), dtype)
+def _scratch(tiles: VerifyTiles) -> dict:
+    def memory(*shape: int, dtype=jnp.float32):
+        return plgpu.SMEM((tiles.heads, *shape), dtype)
 
+    def barrier(num_arrivals: int):
+        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=tiles.heads)
+
+    token_tile = MAX_TOKENS, HEAD_DIM
     return {
-        "parts": token_tiles(3),
-        "factors": token_tiles(2),
-        "vectors": swizzled((4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16),
-        "columns": token_tiles(),
-        "strengths": token_tiles(),
-        "scores": plgpu.SMEM((2, MAX_TOKENS, MAX_TOKENS), jnp.float32),
-        "from_state": plgpu.SMEM((2 * MAX_TOKENS, _PADDED), jnp.float32),
-        "from_queries": token_tiles(),
-        "gates": token_tiles(),
-        "pseudo": token_tiles(),
-        "outputs": token_tiles(dtype=jnp.bfloat16),
-        "decayed": plgpu.Barrier(),
-        "built": plgpu.Barrier(num_arrivals=2),
-        "multiplied": plgpu.Barrier(num_arrivals=_WARPGROUPS),
-        "solved": plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        "parts": memory(3, *token_tile),
+        "factors": memory(2, *token_tile),
+        "vectors": swizzled((tiles.heads, 4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16),
+        "columns": memory(*token_tile),
+        "strengths": memory(MAX_TOKENS),
+        "scores": memory(2, MAX_TOKENS, MAX_TOKENS),
+        "from_state": memory(2 * MAX_TOKENS, _PADDED),
+        "gates": memory(*token_tile),
+        "outputs": memory(*token_tile, dtype=jnp.bfloat16),
+        "decayed": barrier(1),
+        "built": barrier(2),
+        "multiplied": barrier(tiles.warpgroups_per_head),
+        "solved": barrier(tiles.warpgroups_per_head),
     }
 
 
@@ -113,8 +125,10 @@ def verify_kernel(
         indices, cu_seqlens, slots, packed, decay, beta, taps, a_log, dt_bias, out_norm, states, tails,
         pseudos, key_gates, convs, out, **scratch,
     ):  # fmt: skip
-        memory = _Scratch(**scratch)
-        row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
+        row, block, thread = (lax.axis_index(name) for name in ("row", "heads", "warpgroup"))
+        of_block, warpgroup = thread // tiles.warpgroups_per_head, thread % tiles.warpgroups_per_head
+        head = block * tiles.heads + of_block
+        memory = _Scratch(**{name: ref.at[of_block] for name, ref in scratch.items()})
         slot, layer, stacked = slots[row], indices[0], indices[1]
         start = cu_seqlens[row]
         count = jnp.minimum(cu_seqlens[row + 1] - start, tokens)
@@ -142,25 +156,25 @@ def verify_kernel(
         def by_column(vector, num_rows: int = MAX_TOKENS):
             return lax.broadcast_in_dim(vector, (num_rows, HEAD_DIM), (1,))
 
-        def convolve():  # q, k or v, by the warpgroup; gives the new raw rows and the results
-            window = [channels.raw(tails.at[layer, slot, j, warpgroup, lanes]) for j in range(TAPS - 1)]
-            window += of_tokens(packed.at[:, warpgroup, lanes])
-            weights = [channels.load(taps.at[stacked, warpgroup, lanes, j]) for j in range(TAPS)]
+        def convolve(part):  # q, k or v; gives the new raw rows and the results
+            window = [channels.raw(tails.at[layer, slot, j, part, lanes]) for j in range(TAPS - 1)]
+            window += of_tokens(packed.at[:, part, lanes])
+            weights = [channels.load(taps.at[stacked, part, lanes, j]) for j in range(TAPS)]
             wide, parts = [x.astype(jnp.float32) for x in window], []
             for t in range(tokens):
                 total = plgpu.layout_cast(wide[t] * weights[0], channels.CHANNELS)
                 for x, tap in zip(wide[t + 1 : t + TAPS], weights[1:], strict=True):
                     total += x * tap
-                part, memory.parts[warpgroup, t] = rounded(total * sigmoid(total))
-                parts.append(part)
+                result, memory.parts[part, t] = rounded(total * sigmoid(total))
+                parts.append(result)
             return window[TAPS - 1 :], parts
 
-        def record_raws(raws):
+        def record_raws(part, raws):
             for t, raw in enumerate(raws):
 
                 @functools.partial(when_live, t)
                 def record(t=t, raw=raw):
-                    convs[layer, row, t, warpgroup, lanes] = raw
+                    convs[layer, row, t, part, lanes] = raw
 
         def record_key_gates(index: int, values):
             for t, value in enumerate(values):
@@ -170,7 +184,7 @@ def verify_kernel(
                     key_gates[layer, row, t, index, head] = value
 
         def accumulate_decays():
-            raws, strengths = of_tokens(decay.at[:, lanes]), of_tokens(beta.at[:, head])
+            raws, strengths = of_tokens(decay.at[:, lanes]), [beta[token_at(t), head] for t in range(tokens)]
             bias, rate = channels.load(dt_bias.at[stacked, lanes]), jnp.exp(a_log[stacked, head])
             total = None
             for t, raw in enumerate(raws):
@@ -180,14 +194,13 @@ def verify_kernel(
                 memory.factors[1, t] = jnp.exp2(-total) * shift**-2
             arrive(memory.decayed)
             for t, strength in enumerate(strengths):
-                wide = plgpu.layout_cast(channels.everywhere(strength.astype(jnp.float32)), channels.CHANNELS)
-                memory.strengths[t] = sigmoid(wide)
+                memory.strengths[t] = sigmoid(strength.astype(jnp.float32))
             record_key_gates(1, raws)
 
-        def build_vectors():  # of keys or queries, by the warpgroup
-            x = tile(memory.parts.at[warpgroup])
+        def build_vectors(part):  # of keys or queries
+            x = tile(memory.parts.at[part])
             norm = lax.rsqrt(jnp.sum(x * x, axis=1) + channels.L2_EPS)
-            x *= by_row(norm * jnp.where(warpgroup == _QUERY, shift * HEAD_DIM**-0.5, shift))
+            x *= by_row(norm * jnp.where(part == _QUERY, shift * HEAD_DIM**-0.5, shift))
             plgpu.barrier_wait(memory.decayed)
             from_start = x * tile(memory.factors.at[0])
             pieces = split_in_integers(from_start)
@@ -196,16 +209,16 @@ def verify_kernel(
                 for piece, value in enumerate(pieces):
                     memory.vectors[pl.ds(2 * piece * MAX_TOKENS + first, MAX_TOKENS)] = value
 
-            pl.when(warpgroup == _QUERY)(functools.partial(store, MAX_TOKENS))
+            pl.when(part == _QUERY)(functools.partial(store, MAX_TOKENS))
 
-            @pl.when(warpgroup == _KEY)
+            @pl.when(part == _KEY)
             def keys():
                 store(0)
                 memory.columns[...] = x * tile(memory.factors.at[1])
 
             return from_start
 
-        def score(vectors):
+        def score(part, vectors):  # B of queries, A of keys
             width = 4 * tiles.lanes_per_row  # channels that one register of every lane covers: sums without a tree
             pieces = {first: vectors[:, first : first + width] for first in range(0, HEAD_DIM, width)}
             token = plgpu.broadcasted_iota(jnp.int32, (MAX_TOKENS,), 0, layout=layout.reduce(1))
@@ -221,33 +234,44 @@ def verify_kernel(
                     total, *others = (piece * column(j, first) for first, piece in pieces.items())
                     for product in others:
                         total += product
-                    memory.scores[warpgroup, j] = jnp.where(token >= j, jnp.sum(total, axis=1), 0.0)
+                    memory.scores[part, j] = jnp.where(token >= j, jnp.sum(total, axis=1), 0.0)
                 return carry
 
             lax.fori_loop(0, -(-tokens // tiles.tokens_per_step), columns, None)
 
-        def multiply_state(pieces):
+        def fetch_state(own, half: int):
+            ref = states.at[layer, slot, head, own, pl.ds(half * _HALF, _HALF)]
+            return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def multiply_state(own, first, second):
+            """Products of the state's rows `own`: `first` is split by now, `second` only after the first's products.
+
+            Both at once take so many registers that the compiler waits for every product by itself.
+            """
+
             def run(total):
-                for half, (large, small) in enumerate(pieces):
+                for half in range(2):
+                    large, small = split(second) if half else first
                     columns = pl.ds(half * _HALF, _HALF)
                     right = [memory.vectors.at[pl.ds(i * 2 * MAX_TOKENS, 2 * MAX_TOKENS), columns].T for i in range(2)]
                     plgpu.wgmma(total, large, right[0])
                     plgpu.wgmma(total, large, right[1])
                     plgpu.wgmma(total, small, right[0])
-                # The left operands' registers must last until the products are waited for.
-                return lax.optimization_barrier((total[...], *pieces))[0]
+                    plgpu.wgmma_wait(0)
+                return total[...]
 
-            return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_HALF, 2 * MAX_TOKENS), jnp.float32))
+            product = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_HALF, 2 * MAX_TOKENS), jnp.float32))
+            store_transposed(memory.from_state.at[:, own], product, interpret is not None)
 
         def product_of(vector: int):
             return channels.load(memory.from_state.at[vector, pl.ds(0, HEAD_DIM)]) * (1 / shift)
 
         def move_queries():
             for t in range(tokens):
-                memory.from_queries[t] = plgpu.layout_cast(product_of(MAX_TOKENS + t), channels.CHANNELS)
+                memory.parts[_QUERY, t] = plgpu.layout_cast(product_of(MAX_TOKENS + t), channels.CHANNELS)
 
         def solve():
-            strengths = [channels.load(memory.strengths.at[t]) for t in range(tokens)]
+            strengths = [memory.strengths[t] for t in range(tokens)]
             wanted = [
                 plgpu.layout_cast(channels.load(memory.parts.at[_VALUE, t]), channels.CHANNELS) - product_of(t)
                 for t in range(tokens)
@@ -255,7 +279,7 @@ def verify_kernel(
             weights = [[memory.scores[_KEY, j, t] for t in range(j + 1, tokens)] for j in range(tokens)]
             for j, strength in enumerate(strengths):
                 pseudo = wanted[j] * strength
-                memory.pseudo[j] = pseudo
+                memory.columns[j] = pseudo
                 for t, weight in zip(range(j + 1, tokens), weights[j], strict=True):
                     wanted[t] -= weight * pseudo
 
@@ -263,55 +287,59 @@ def verify_kernel(
                 def record(j=j, pseudo=pseudo):
                     pseudos[layer, row, j, head] = pseudo
 
-        def finish():  # four tokens, one a warp
-            own = pl.ds(warpgroup * 4, 4)
-            mixed = plgpu.load(memory.from_queries.at[own], layout=_TOKEN_A_WARP, optimized=False)
+        def fetch_gates(which):
+            return [channels.raw(packed.at[:, 3, lanes].at[token_at(t)]) for t in which]
+
+        def prepare_gates(which, gates):
+            scale = plgpu.layout_cast(channels.load(out_norm.at[stacked]), channels.CHANNELS)
+            for t, gate in zip(which, gates, strict=True):
+                memory.gates[t] = scale * sigmoid(gate.astype(jnp.float32))
+
+        def finish(group):  # four tokens, one a warp
+            own = pl.ds(group * _TOKENS_A_GROUP, _TOKENS_A_GROUP)
+            mixed = plgpu.load(memory.parts.at[_QUERY, own], layout=_TOKEN_A_WARP, optimized=False)
             for j in range(tokens):
                 weight = plgpu.load(memory.scores.at[_QUERY, j, own], layout=_TOKEN_A_WARP.reduce(1), optimized=False)
-                pseudo = plgpu.load(memory.pseudo.at[j], layout=_TOKEN_A_WARP.reduce(0), optimized=False)
-                mixed += by_row(weight, 4) * by_column(pseudo, 4)
+                pseudo = plgpu.load(memory.columns.at[j], layout=_TOKEN_A_WARP.reduce(0), optimized=False)
+                mixed += by_row(weight, _TOKENS_A_GROUP) * by_column(pseudo, _TOKENS_A_GROUP)
             inverse = lax.rsqrt(jnp.sum(mixed * mixed, axis=1) * (1 / HEAD_DIM) + eps)
             gates = plgpu.load(memory.gates.at[own], layout=_TOKEN_A_WARP, optimized=False)
-            memory.outputs[own] = (mixed * by_row(inverse, 4) * gates).astype(dtype)
+            memory.outputs[own] = (mixed * by_row(inverse, _TOKENS_A_GROUP) * gates).astype(dtype)
             plgpu.commit_smem()
-            for turn in range(4):
-                t = warpgroup * 4 + turn
+            for turn in range(_TOKENS_A_GROUP):
+                t = group * _TOKENS_A_GROUP + turn
 
                 @pl.when(t < count)
                 def store(t=t):
                     out[start + t, lanes] = channels.raw(memory.outputs.at[t])
 
-        @pl.when((slot > 0) & (count > 0) & (layer >= 0))
-        def live():
+        def four_warpgroups():
             @pl.when(warpgroup < _VALUE)
             def scores_of_queries_and_keys():
-                own = range(0, tokens, 2)  # gates of every other token
-                gates = [channels.raw(packed.at[:, 3, lanes].at[token_at(t + warpgroup)]) for t in own]
-                scale = plgpu.layout_cast(channels.load(out_norm.at[stacked]), channels.CHANNELS)
-                raws, parts = convolve()
+                own = [warpgroup + t for t in range(0, tokens, 2)]  # gates of every other token
+                gates = fetch_gates(own)
+                raws, parts = convolve(warpgroup)
                 plgpu.commit_smem()
-                vectors = build_vectors()
+                vectors = build_vectors(warpgroup)
                 arrive(memory.built)
                 plgpu.barrier_wait(memory.built)
-                score(vectors)
+                score(warpgroup, vectors)
                 arrive(memory.multiplied)
                 # The rest fills the wait for the pseudo values.
-                for t, gate in zip(own, gates, strict=True):
-                    memory.gates[t + warpgroup] = scale * sigmoid(gate.astype(jnp.float32))
+                prepare_gates(own, gates)
                 arrive(memory.solved)
-                record_raws(raws)
+                record_raws(warpgroup, raws)
                 pl.when(warpgroup == _KEY)(functools.partial(record_key_gates, 0, parts))
 
             @pl.when(warpgroup >= _VALUE)
             def products_with_the_state():
                 own = pl.ds((warpgroup - _VALUE) * _HALF, _HALF)
-                halves = [states.at[layer, slot, head, own, pl.ds(half * _HALF, _HALF)] for half in range(2)]
-                state = [plgpu.load(half, layout=plgpu.Layout.WGMMA, optimized=False) for half in halves]
-                pl.when(warpgroup == _VALUE)(lambda: record_raws(convolve()[0]))
+                first, second = (fetch_state(own, half) for half in range(2))
+                pl.when(warpgroup == _VALUE)(lambda: record_raws(_VALUE, convolve(_VALUE)[0]))
                 pl.when(warpgroup == _DECAY)(accumulate_decays)
-                pieces = lax.optimization_barrier([split(half) for half in state])  # before the wait, not after it
+                first = lax.optimization_barrier(split(first))  # before the wait, not after it
                 plgpu.barrier_wait(memory.built)
-                store_transposed(memory.from_state.at[:, own], multiply_state(pieces), interpret is not None)
+                multiply_state(own, first, second)
                 arrive(memory.multiplied)
                 plgpu.barrier_wait(memory.multiplied)
                 pl.when(warpgroup == _VALUE)(solve)
@@ -319,9 +347,48 @@ def verify_kernel(
                 arrive(memory.solved)
 
             plgpu.barrier_wait(memory.solved)
-            pl.when(warpgroup * 4 < count)(finish)
+            pl.when(warpgroup * _TOKENS_A_GROUP < count)(functools.partial(finish, warpgroup))
 
-        @pl.when((slot <= 0) & (warpgroup == 0))
+        def two_warpgroups():
+            # The first has the keys, then the values; the second the decays, then the queries.
+            is_first = warpgroup == 0
+            part, own = jnp.where(is_first, _KEY, _QUERY), pl.ds(warpgroup * _HALF, _HALF)
+            first = fetch_state(own, 0)
+
+            @pl.when(is_first)
+            def keys():
+                raws, parts = convolve(_KEY)
+                record_raws(_KEY, raws)
+                record_key_gates(0, parts)
+
+            pl.when(warpgroup == 1)(accumulate_decays)
+            later = jnp.where(is_first, _VALUE, _QUERY)
+            record_raws(later, convolve(later)[0])
+            first = lax.optimization_barrier(split(first))
+            gated = [warpgroup + t for t in range(0, tokens, 2)]  # every other token
+            prepare_gates(gated, fetch_gates(gated))
+            plgpu.commit_smem()
+            vectors = build_vectors(part)
+            arrive(memory.built)
+            second = fetch_state(own, 1)  # not before: 32 registers
+            plgpu.barrier_wait(memory.built)
+            score(part, vectors)
+            multiply_state(own, first, second)
+            arrive(memory.multiplied)
+            plgpu.barrier_wait(memory.multiplied)
+            pl.when(is_first)(solve)
+            pl.when(warpgroup == 1)(move_queries)
+            arrive(memory.solved)
+            plgpu.barrier_wait(memory.solved)
+            for first_group in range(0, -(-tokens // _TOKENS_A_GROUP), 2):
+                group = first_group + warpgroup
+                pl.when(group * _TOKENS_A_GROUP < count)(functools.partial(finish, group))
+
+        @pl.when((slot > 0) & (count > 0) & (layer >= 0) & (head < heads))
+        def live():
+            four_warpgroups() if tiles.warpgroups_per_head == 4 else two_warpgroups()
+
+        @pl.when((slot <= 0) & (warpgroup == 0) & (head < heads))
         def dead():
             for t in range(tokens):
 
@@ -331,11 +398,11 @@ def verify_kernel(
 
     return plgpu.kernel(
         body,
-        grid=(rows, heads),
-        grid_names=("row", "head"),
+        grid=(rows, -(-heads // tiles.heads)),
+        grid_names=("row", "heads"),
         num_threads=_WARPGROUPS,
         thread_name="warpgroup",
-        scratch_types=_scratch(),
+        scratch_types=_scratch(tiles),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

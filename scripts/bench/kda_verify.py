@@ -27,7 +27,8 @@ from k3jax.replay import Records  # noqa: E402
 
 BARS_US = {1: (6.0, 4.5), 4: (7.0, 5.5), 16: (12.0, 9.0), 64: (36.0, 26.0)}  # must and aim at 12 heads and 9 tokens
 SWEEP = tuple(
-    VerifyTiles(lanes_per_row=lanes, tokens_per_step=step) for lanes, step in ((8, 3), (8, 1), (8, 9), (16, 3))
+    VerifyTiles(warpgroups_per_head=warpgroups, lanes_per_row=8, tokens_per_step=step)
+    for warpgroups, step in ((4, 3), (2, 3), (4, 9), (2, 1))
 )
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     args = parser.parse_args()
     for batch in args.batch:
-        for tiles in SWEEP if args.sweep else (kda_verify.DEFAULT_TILES,):
+        for tiles in SWEEP if args.sweep else (kda_verify.tiles_for(batch * args.heads),):
             emit("kda_verify", batch, args.heads, tiles, functools.partial(measure, tokens=args.tokens))
 
 

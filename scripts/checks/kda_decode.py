@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.pallas import kda_commit_cases, kda_decode, kda_decode_cases, kda_verify_cases, short_conv_cases
+from k3jax.pallas import (
+    kda_commit_cases,
+    kda_decode,
+    kda_decode_cases,
+    kda_verify,
+    kda_verify_cases,
+    short_conv_cases,
+)
 from k3jax.pallas.kda_decode_cases import HEAD_DIM, DecodeCase, DecodeInputs, draw, oracle, relative_error
 from k3jax.pallas.kda_decode_runs import CONFIG, LOWER_BOUND, run_commit, run_conv, run_decode, run_verify, stacked
 
@@ -29,9 +36,13 @@ def check_decode() -> bool:
 
 
 def check_verify() -> bool:
-    """Every case of verify, then of commit."""
-    cases = (*kda_verify_cases.CASES, *kda_verify_cases.GPU_CASES)
-    passed = [_report(f"verify, {case.name}", run_verify(case, _rng())) for case in cases]
+    """Every case of verify, the larger ones with one and with two heads a block, then of commit."""
+    passed = [_report(f"verify, {case.name}", run_verify(case, _rng())) for case in kda_verify_cases.CASES]
+    for warpgroups in (4, 2):
+        tiles = dataclasses.replace(kda_verify.tiles_for(1), warpgroups_per_head=warpgroups)
+        for case in kda_verify_cases.GPU_CASES:
+            name = f"verify, {tiles.heads} heads a block, {case.name}"
+            passed.append(_report(name, run_verify(case, _rng(), tiles)))
     commits = (*kda_commit_cases.CASES, *kda_commit_cases.GPU_CASES)
     return all([*passed, *(_report(f"commit, {case.name}", run_commit(case, _rng())) for case in commits)])
 

@@ -21,7 +21,10 @@ def rng() -> np.random.Generator:
     return np.random.default_rng()
 
 
-def assert_passes(case, capsys, tiles=kda_verify.DEFAULT_TILES) -> None:
+TWO_HEADS = VerifyTiles(warpgroups_per_head=2, lanes_per_row=8, tokens_per_step=3)
+
+
+def assert_passes(case, capsys, tiles=None) -> None:
     verdict = run_verify(case, rng(), tiles, interpreter())
     assert verdict.passed, verdict
     assert "RACE DETECTED" not in capsys.readouterr().out
@@ -37,6 +40,23 @@ def test_verify_equals_running_the_tokens_one_by_one(case, capsys):
     assert_passes(case, capsys)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])],
+    ids=lambda case: case.name,
+)
+def test_two_heads_a_block_give_the_same(case, capsys):
+    assert_passes(case, capsys, TWO_HEADS)
+
+
+def test_an_odd_number_of_heads_leaves_half_a_block_idle(capsys):
+    assert_passes(dataclasses.replace(CASES[0], heads=3), capsys, TWO_HEADS)
+
+
+def test_heads_share_a_block_only_where_they_exceed_the_multiprocessors():
+    assert [kda_verify.tiles_for(heads).heads for heads in (12, 132, 133, 768)] == [1, 1, 2, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LONG[1:3], ids=lambda case: case.name)
 def test_sixteen_tokens_equal_running_them_one_by_one(case, capsys):
@@ -46,7 +66,7 @@ def test_sixteen_tokens_equal_running_them_one_by_one(case, capsys):
 
 @pytest.mark.slow
 def test_other_tiles_give_the_same(capsys):
-    assert_passes(CASES[3], capsys, VerifyTiles(lanes_per_row=16, tokens_per_step=4))
+    assert_passes(CASES[3], capsys, VerifyTiles(warpgroups_per_head=4, lanes_per_row=16, tokens_per_step=4))
 
 
 @pytest.mark.slow
@@ -80,6 +100,8 @@ def test_supported_accepts_k3_on_hopper_and_names_device_and_length():
 
 def test_tiles_that_do_not_divide_the_tokens_are_refused():
     with pytest.raises(ValueError, match="lanes_per_row=32 must be 8 or 16"):
-        VerifyTiles(lanes_per_row=32, tokens_per_step=1)
+        VerifyTiles(warpgroups_per_head=4, lanes_per_row=32, tokens_per_step=1)
     with pytest.raises(ValueError, match="tokens_per_step=17"):
-        VerifyTiles(lanes_per_row=8, tokens_per_step=17)
+        VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=17)
+    with pytest.raises(ValueError, match="warpgroups_per_head=1"):
+        VerifyTiles(warpgroups_per_head=1, lanes_per_row=8, tokens_per_step=3)
