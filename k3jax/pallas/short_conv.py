@@ -27,7 +27,10 @@ from jaxtyping import Array, Float, Int
 from k3jax import tiles as tile_walk
 from k3jax.layers import wide
 from k3jax.pallas import requirements
-from k3jax.pallas.kda_channels import HEAD_DIM, TAPS, sigmoid
+from k3jax.pallas.kda_channels import HEAD_DIM, TAPS
+from k3jax.pallas.kda_verify_registers import sigmoid
+
+_TOKENS_A_BRANCH = 4  # computed side by side: the compiler defers stores, and holds all results, where nothing branches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,6 @@ def conv_kernel(num_tiles: int, width: int, dtype, tiles: ConvTiles, interpret=N
         layer, stacked = indices[0], indices[1]
         sequence, offset, begin, live = (table[i, index] for i in range(4))
         part, lanes = chunk // parts, pl.ds((chunk % parts) * size, size)
-        slot, fresh = slots[sequence], is_fresh[sequence]
 
         def read(ref):
             return plgpu.layout_cast(ref[...], layout)
@@ -116,11 +118,7 @@ def conv_kernel(num_tiles: int, width: int, dtype, tiles: ConvTiles, interpret=N
         def raw(token):
             return read(packed.at[token, part, lanes])
 
-        def old(row):
-            tail = read(tails.at[layer, slot, row, part, lanes])
-            return choose(fresh, jnp.zeros_like(tail), tail)
-
-        def update_tails(length):
+        def update_tails(slot, old, length):
             """The first tile's block does it, so that nobody reads the old tail afterwards."""
             kept = []
             for j in range(TAPS - 1):
@@ -137,30 +135,57 @@ def conv_kernel(num_tiles: int, width: int, dtype, tiles: ConvTiles, interpret=N
             for j, row in enumerate(kept):
                 tails[layer, slot, j, part, lanes] = row
 
-        @pl.when((live > 0) & (layer >= 0))
-        def run():
-            is_first = (offset == 0).astype(jnp.int32)
-            window = []
-            for j in range(TAPS - 1):
-                before = raw(begin + jnp.where(offset == 0, 0, j - TAPS + 1))
-                window.append(choose(is_first, old(j), before))
-            window += [raw(begin + jnp.minimum(t, live - 1)) for t in range(count)]
+        def convolve(window):
             for j in range(TAPS):
                 weights[j] = plgpu.layout_cast(taps[stacked, part, lanes, j], by_channel)
             plgpu.commit_smem()
             factors = [read(weights.at[j]) for j in range(TAPS)]
-            for t in range(count):
+            results = out.at[pl.ds(begin, count), part, lanes]
+
+            def compute(t):
                 total = window[t].astype(jnp.float32) * factors[0]
                 for x, factor in zip(window[t + 1 : t + TAPS], factors[1:], strict=True):
                     total += x.astype(jnp.float32) * factor
+                result = (total * sigmoid(total)).astype(dtype)
 
                 @pl.when(t < live)
-                def store(t=t, total=total):
-                    out[begin + t, part, lanes] = (total * sigmoid(total)).astype(dtype)
+                def store():
+                    results[t] = result
+
+            for first in range(0, count, _TOKENS_A_BRANCH):
+
+                @pl.when(first < live)
+                def some(first=first):
+                    for t in range(first, min(first + _TOKENS_A_BRANCH, count)):
+                        compute(t)
+
+        # Behind the first tile of a sequence rows have fixed distances: all loads are issued at once, before anything
+        # of the sequence is known. Rows of the next sequence may be among them; their results are not stored.
+        is_inside = (offset > 0) & (begin + count <= packed.shape[0])
+
+        @pl.when((live > 0) & (layer >= 0) & is_inside)
+        def inside():
+            rows = packed.at[pl.ds(begin - TAPS + 1, count + TAPS - 1), part, lanes]
+            convolve([read(rows.at[t]) for t in range(count + TAPS - 1)])
+
+        @pl.when((live > 0) & (layer >= 0) & jnp.logical_not(is_inside))
+        def at_an_end():
+            slot, fresh = slots[sequence], is_fresh[sequence]
+            is_first = (offset == 0).astype(jnp.int32)
+
+            def old(row):
+                tail = read(tails.at[layer, slot, row, part, lanes])
+                return choose(fresh, jnp.zeros_like(tail), tail)
+
+            window = []
+            for j in range(TAPS - 1):
+                before = raw(begin + jnp.where(offset == 0, 0, j - TAPS + 1))
+                window.append(choose(is_first, old(j), before))
+            convolve([*window, *(raw(begin + jnp.minimum(t, live - 1)) for t in range(count))])
 
             @pl.when(offset == 0)
             def tail():
-                update_tails(cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+                update_tails(slot, old, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
 
     return plgpu.kernel(
         body,
