@@ -6,8 +6,9 @@ From the state S in a row's slot and the records of `kda_verify`, for the accept
 
 into the slot, and, where a row crosses a boundary after m <= n tokens, the state there into a spare slot in the same
 pass. The tail of the convolution becomes the last three of (old tail, recorded rows), likewise twice. Records of
-rejected tokens are never read. A block serves one layer, row and head with one warpgroup; rows without a slot or
-without accepted tokens return at once. Each state is read and written once, so the floor is that of decode.
+rejected tokens are never read. A block serves one layer, row and head; rows without a slot or without accepted tokens
+return at once. Each state is read and written once, so the floor is that of decode: two blocks a multiprocessor reach
+it if one's copies hide what the other does between its own, so all that is read is asked for at the start.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from k3jax.config import K3Config
 from k3jax.pallas import kda_channels as channels
 from k3jax.pallas.kda_channels import HEAD_DIM, TAPS
 from k3jax.pallas.kda_verify import MAX_TOKENS, supported
+from k3jax.pallas.kda_verify_registers import sigmoid
 from k3jax.replay import Committed, Records
 
 __all__ = ["CommitTiles", "kda_commit_pallas", "kda_commit_reference", "supported"]
@@ -38,19 +40,21 @@ __all__ = ["CommitTiles", "kda_commit_pallas", "kda_commit_reference", "supporte
 class CommitTiles:
     """How a block divides a 128 x 128 state."""
 
+    warpgroups: int  # 1 or 2; each takes 128 / warpgroups value rows
     lanes_per_row: int  # lanes that share a value row: 8 or 16
     rows_per_step: int  # value rows held at a time
 
     def __post_init__(self) -> None:
         if self.lanes_per_row not in (8, 16):
             raise ValueError(f"lanes_per_row={self.lanes_per_row} must be 8 or 16")
-        if HEAD_DIM % self.rows_per_step or self.rows_per_step % (128 // self.lanes_per_row):
-            raise ValueError(
-                f"rows_per_step={self.rows_per_step} must divide 128 and be a multiple of {128 // self.lanes_per_row}"
-            )
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"warpgroups={self.warpgroups} must be 1 or 2")
+        share, smallest = HEAD_DIM // self.warpgroups, 128 // self.lanes_per_row
+        if share % self.rows_per_step or self.rows_per_step % smallest:
+            raise ValueError(f"rows_per_step={self.rows_per_step} must divide {share} and be a multiple of {smallest}")
 
 
-DEFAULT_TILES = CommitTiles(lanes_per_row=16, rows_per_step=32)
+DEFAULT_TILES = CommitTiles(warpgroups=2, lanes_per_row=16, rows_per_step=32)
 
 
 def kda_commit_reference(
@@ -73,10 +77,11 @@ class _Scratch:
     """Shared memory of a block."""
 
     state: Any  # [128, 128]
-    keys: Any  # [tokens, 128] not normalised
+    keys: Any  # [16, 128]; rows behind a row's tokens hold anything
     factors: Any  # [tokens, 128]
     updates: Any  # [tokens, 128]
     arrived: Any  # [128 / rows_per_step]
+    prepared: Any
 
 
 @functools.cache
@@ -87,42 +92,61 @@ def commit_kernel(
     assert 1 <= tokens <= MAX_TOKENS
     layout = channels.state_layout(tiles.lanes_per_row)
     step = tiles.rows_per_step
+    num_steps = HEAD_DIM // tiles.warpgroups // step
+    key_layout = channels.state_layout(8)  # 16 keys are a tile of a warpgroup
 
     def body(accepted, slots, boundary, boundary_slots, a_log, dt_bias, pseudos, key_gates, convs, states, tails,
              **scratch):  # fmt: skip
         memory = _Scratch(**scratch)
-        layer, row, head = (lax.axis_index(name) for name in ("layer", "row", "head"))
+        layer, row, head, warpgroup = (lax.axis_index(name) for name in ("layer", "row", "head", "warpgroup"))
         slot, count = slots[row], jnp.minimum(accepted[row], tokens)
         spare, crossing = boundary_slots[row], boundary[row]
         lanes = pl.ds(head * HEAD_DIM, HEAD_DIM)
 
-        def rows_of(index: int):
+        def rows_of(index):
             return pl.ds(index * step, step)
 
         def spread(vector):
             return lax.broadcast_in_dim(vector, (step, HEAD_DIM), (1,))
 
-        def prepare():
-            last = count - 1
-            at = [jnp.minimum(t, last) for t in range(tokens)]  # repeats the last accepted token: never a rejected one
-            keys = [channels.load(key_gates.at[layer, row, t, 0, head]) for t in at]
-            gates = [channels.load(key_gates.at[layer, row, t, 1, head]) for t in at]
+        # Indices that repeat the last accepted token, so that no rejected one is read.
+        at = [jnp.minimum(t, count - 1) for t in range(tokens)]
+
+        def prepare_keys():
+            keys = [channels.raw(key_gates.at[layer, row, t, 0, head]) for t in at]
+            final = [history(part, count) for part in range(3)]
+            for t, key in enumerate(keys):
+                memory.keys[t] = plgpu.layout_cast(key.astype(jnp.float32), channels.CHANNELS)
+            plgpu.commit_smem()
+            tile = plgpu.load(memory.keys, layout=key_layout, optimized=False)
+            norms = lax.rsqrt(jnp.sum(tile * tile, axis=1) + channels.L2_EPS)
+            memory.keys[...] = tile * lax.broadcast_in_dim(norms, tile.shape, (0,))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory.prepared)
+
+            @pl.when((spare > 0) & (crossing > 0))
+            def keep_history():
+                write_history(spare, [history(part, crossing) for part in range(3)])
+
+            write_history(slot, final)
+
+        def prepare_updates():
+            gates = [channels.raw(key_gates.at[layer, row, t, 1, head]) for t in at]
             values = [channels.load(pseudos.at[layer, row, t, head]) for t in at]
             bias, rate = channels.load(dt_bias.at[layer, lanes]), jnp.exp(a_log[layer, head])
-            for t in range(tokens):
-                memory.keys[t] = plgpu.layout_cast(keys[t], channels.CHANNELS)
-                memory.factors[t] = plgpu.layout_cast(
-                    channels.bounded_decay(gates[t] + bias, rate, lower_bound), channels.CHANNELS
-                )
-                memory.updates[t] = plgpu.layout_cast(values[t], channels.CHANNELS)
+            for t, (gate, value) in enumerate(zip(gates, values, strict=True)):
+                decay = jnp.exp(lower_bound * sigmoid(rate * (gate.astype(jnp.float32) + bias)))
+                memory.factors[t] = plgpu.layout_cast(decay, channels.CHANNELS)
+                memory.updates[t] = plgpu.layout_cast(value, channels.CHANNELS)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory.prepared)
 
-        def advance(index: int):
+        def advance(index):
             plgpu.barrier_wait(memory.arrived.at[index])
             state = plgpu.load(memory.state.at[rows_of(index)], layout=layout)
 
             def token(t, state):
                 key = plgpu.load(memory.keys.at[t], layout=layout.reduce(0), optimized=False)
-                key = key * channels.inverse_norm(key)
                 factor = plgpu.load(memory.factors.at[t], layout=layout.reduce(0), optimized=False)
                 pseudo = plgpu.load(memory.updates.at[t, rows_of(index)], layout=layout.reduce(1), optimized=False)
                 update = lax.broadcast_in_dim(pseudo, (step, HEAD_DIM), (0,)) * spread(key)
@@ -142,33 +166,35 @@ def commit_kernel(
         def history(part: int, until):  # the last raw rows before token `until`
             kept = []
             for j in range(TAPS - 1):
-                at = until + (j - TAPS + 1)
-                old = channels.raw(tails.at[layer, slot, jnp.clip(at + TAPS - 1, 0, TAPS - 2), part, lanes])
-                new = channels.raw(convs.at[layer, row, jnp.maximum(at, 0), part, lanes])
-                kept.append(plgpu.layout_cast(jnp.where(channels.everywhere(at) >= 0, new, old), channels.CHANNELS))
+                position = until + (j - TAPS + 1)
+                old = channels.raw(tails.at[layer, slot, jnp.clip(position + TAPS - 1, 0, TAPS - 2), part, lanes])
+                new = channels.raw(convs.at[layer, row, jnp.maximum(position, 0), part, lanes])
+                chosen = jnp.where(channels.everywhere(position) >= 0, new, old)
+                kept.append(plgpu.layout_cast(chosen, channels.CHANNELS))
             return kept
+
+        def write_history(target, parts):
+            for part, kept in enumerate(parts):
+                for j, x in enumerate(kept):
+                    tails[layer, target, j, part, lanes] = x
 
         @pl.when((slot > 0) & (count > 0))
         def live():
-            for index in range(HEAD_DIM // step):
+            own = [warpgroup * num_steps + i for i in range(num_steps)]
+            for index in own:
                 plgpu.copy_gmem_to_smem(
                     states.at[layer, slot, head, rows_of(index)],
                     memory.state.at[rows_of(index)],
                     memory.arrived.at[index],
                 )
-            prepare()
-            for part in range(3):
-                final = history(part, count)
-
-                @pl.when((spare > 0) & (crossing > 0))
-                def keep_history(part=part):
-                    for j, x in enumerate(history(part, crossing)):
-                        tails[layer, spare, j, part, lanes] = x
-
-                for j, x in enumerate(final):
-                    tails[layer, slot, j, part, lanes] = x
-            plgpu.commit_smem()
-            for index in range(HEAD_DIM // step):
+            if tiles.warpgroups == 1:
+                prepare_updates()
+                prepare_keys()
+            else:
+                pl.when(warpgroup == 0)(prepare_keys)
+                pl.when(warpgroup == 1)(prepare_updates)
+            plgpu.barrier_wait(memory.prepared)
+            for index in own:
                 advance(index)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -176,14 +202,15 @@ def commit_kernel(
         body,
         grid=(layers, rows, heads),
         grid_names=("layer", "row", "head"),
-        num_threads=1,
+        num_threads=tiles.warpgroups,
         thread_name="warpgroup",
         scratch_types={
             "state": plgpu.SMEM((HEAD_DIM, HEAD_DIM), jnp.float32),
-            "keys": plgpu.SMEM((tokens, HEAD_DIM), jnp.float32),
+            "keys": plgpu.SMEM((MAX_TOKENS, HEAD_DIM), jnp.float32),
             "factors": plgpu.SMEM((tokens, HEAD_DIM), jnp.float32),
             "updates": plgpu.SMEM((tokens, HEAD_DIM), jnp.float32),
             "arrived": plgpu.Barrier(num_barriers=HEAD_DIM // step),
+            "prepared": plgpu.Barrier(num_arrivals=2),  # keys; factors and updates
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,

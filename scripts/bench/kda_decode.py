@@ -45,7 +45,8 @@ DECODE_SWEEP = tuple(
     )
 )
 COMMIT_SWEEP = tuple(
-    CommitTiles(lanes_per_row=lanes, rows_per_step=step) for lanes, step in ((16, 32), (8, 32), (16, 16))
+    CommitTiles(warpgroups=warpgroups, lanes_per_row=lanes, rows_per_step=step)
+    for warpgroups, lanes, step in ((2, 16, 32), (1, 16, 32), (2, 8, 32), (2, 16, 64), (2, 16, 16))
 )
 
 
@@ -56,8 +57,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--record-tokens", type=int, default=9, help="tokens a row records for commit (default: 9)")
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
+    parser.add_argument("--commit-only", action="store_true", help="no decode")
     args = parser.parse_args()
-    for batch in args.batch:
+    for batch in () if args.commit_only else args.batch:
         for tiles in DECODE_SWEEP if args.sweep else (kda_decode.tiles_for(batch),):
             emit("kda_decode", batch, args.heads, tiles, measure_decode)
     for batch in args.batch:

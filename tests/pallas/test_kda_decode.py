@@ -55,6 +55,11 @@ def test_commit_rebuilds_accepted_and_boundary_states(case, capsys):
     assert_passes(run_commit(case, rng(), interpret=INTERPRETER), capsys)
 
 
+def test_one_warpgroup_commits_the_same(capsys):
+    tiles = kda_commit.CommitTiles(warpgroups=1, lanes_per_row=8, rows_per_step=64)
+    assert_passes(run_commit(kda_commit_cases.CASES[1], rng(), tiles, INTERPRETER), capsys)
+
+
 def test_the_oracle_of_decode_rejects_a_state_that_is_one_part_in_ten_thousand_off():
     inputs = kda_decode_cases.draw(kda_decode_cases.CASES[0], rng())
     out, states, tails = kda_decode_cases.oracle(inputs, CONFIG.rms_norm_eps, LOWER_BOUND)
@@ -162,7 +167,7 @@ def test_tiles_that_do_not_divide_the_state_are_refused():
     with pytest.raises(ValueError, match="warpgroups=3"):
         DecodeTiles(warpgroups=3, lanes_per_row=8, rows_per_step=32, is_staged=True)
     with pytest.raises(ValueError, match="rows_per_step=24"):
-        kda_commit.CommitTiles(lanes_per_row=8, rows_per_step=24)
+        kda_commit.CommitTiles(warpgroups=1, lanes_per_row=8, rows_per_step=24)
 
 
 @pytest.mark.parametrize(
