@@ -10,9 +10,7 @@ scores and the mix, while the free part of the ring receives the next token's. T
 written at copy speed. Without an update the accumulator is read as it is and not written. A snapshot is the old
 accumulator's own array and the update is the new accumulator: taking one moves nothing.
 
-A block takes whole tokens. Sharing a token among the blocks of a cluster would shorten small batches, but partial sums
-would have to go by `plgpu.async_store_smem`, which the interpreter does not know; through global memory they cannot,
-because arriving on a cluster barrier does not order global writes.
+A block takes whole tokens. Few of them are shared out instead: `attn_res_cluster`.
 """
 
 from __future__ import annotations
@@ -31,9 +29,12 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.attn_res import DepthWeights, Mixed
 from k3jax.pallas import lines, requirements
+from k3jax.pallas.attn_res_cluster import ClusterTiles, cluster_kernel
 
 MAX_ROWS = 15  # of a token; scores and squares fill 32 rows of partial sums, two of them spare
 RING_BYTES = 216 * 1024  # of the 227 KB of shared memory that a block may have
+FEW_TOKENS = 256  # up to here a token gets a cluster
+CLUSTERS = ((7, 8), (8, 8), (4, 8), (2, 8))  # blocks and elements a lane, those that make up the width
 MAX_COPY = 256  # elements of a dimension that one TMA copy takes
 
 
@@ -58,8 +59,17 @@ class AttnResTiles:
         return lines.view(width, self.warpgroups, self.vector)
 
 
-def tiles_for(tokens: int, width: int, multiprocessors: int = 132) -> AttnResTiles:
-    """As many warpgroups as divide the width; not tuned on a GPU yet."""
+def tiles_for(tokens: int, width: int, multiprocessors: int = 132) -> AttnResTiles | ClusterTiles:
+    """A cluster a token where there are few; else as many warpgroups as divide the width. Not tuned on a GPU yet."""
+    if tokens <= FEW_TOKENS:
+        for shares, vector in CLUSTERS:
+            if width == shares * lines.step(1, vector):
+                return ClusterTiles(shares=shares, vector=vector)
+    return block_tiles(tokens, width, multiprocessors)
+
+
+def block_tiles(tokens: int, width: int, multiprocessors: int = 132) -> AttnResTiles:
+    """Tiles with whole tokens in a block."""
     fitting = (n for n in (4, 2, 1) if width % lines.step(n, 2) == 0)
     return AttnResTiles(warpgroups=next(fitting, 1), vector=2, blocks=min(tokens, multiprocessors))
 
@@ -94,7 +104,7 @@ def attn_res_kernel(
     has_update: bool,
     keeps_mixed: bool,
     dtype,
-    tiles: AttnResTiles,
+    tiles: AttnResTiles | ClusterTiles,
     eps: float,
     interpret=None,
 ):
@@ -103,6 +113,8 @@ def attn_res_kernel(
     Takes (layer [1], *DepthWeights, *snapshots, x, update if any), weights as [L, *view] and rows as [T, *view] of
     `tiles.view(D)`; returns normed, then x if there is an update, then the mix if it is kept, all [T, *view].
     """
+    if isinstance(tiles, ClusterTiles):
+        return cluster_kernel(shape, num_snapshots, has_update, keeps_mixed, dtype, tiles, eps, interpret)
     tokens, width = shape
     view = tiles.view(width)
     warps = view[1]
@@ -238,7 +250,7 @@ def attn_res_pallas(
     eps: float,
     *,
     keeps_mixed: bool = False,
-    tiles: AttnResTiles | None = None,
+    tiles: AttnResTiles | ClusterTiles | None = None,
     interpret=None,
 ) -> Mixed:
     """Add `update` to `x`, mix it with the snapshots and norm the result, one pass over memory.
@@ -254,7 +266,7 @@ def attn_res_pallas(
     )
     rows = (*bank, x) if update is None else (*bank, x, update)
     stacks = (jnp.asarray(w).reshape(-1, *view) for w in weights)
-    outputs = kernel(layer, *stacks, *(row.reshape(tokens, *view) for row in rows))
+    outputs = kernel(layer, *stacks, *(row.reshape(-1, *view) for row in rows))
     normed, *rest = (out.reshape(tokens, width) for out in outputs)
     new_x = x if update is None else rest[0]
     return Mixed(normed, new_x, rest[-1] if keeps_mixed else None)
@@ -279,7 +291,7 @@ def supported(width: int, num_snapshots: int, dtype, platform: str, compute_capa
     """Why the kernel cannot run with `tiles_for`'s tiles, or None."""
     if reason := requirements.refusal(dtype, platform, compute_capability):
         return reason
-    tiles = tiles_for(1, width)
+    tiles = block_tiles(1, width)
     step = lines.step(tiles.warpgroups, tiles.vector)
     if width % step or width // step > MAX_COPY:
         return f"rows are {width} wide, the kernel covers multiples of {step} up to {step * MAX_COPY}"

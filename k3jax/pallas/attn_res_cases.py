@@ -15,6 +15,7 @@ import numpy as np
 from k3jax.attn_res import DepthWeights, Mixed
 from k3jax.pallas import attn_res
 from k3jax.pallas.attn_res import AttnResTiles
+from k3jax.pallas.attn_res_cluster import ClusterTiles
 from k3jax.pallas.kda_decode_cases import BF16, relative_error
 
 EPS = 1e-5
@@ -25,6 +26,9 @@ SMALL = AttnResTiles(warpgroups=2, vector=2, blocks=2)
 SMALL_WIDTH = 1024
 SHORT = AttnResTiles(warpgroups=2, vector=4, blocks=2, ring_rows=4)  # no multiple of the three rows of a token
 NARROW = AttnResTiles(warpgroups=1, vector=8, blocks=1)
+CLUSTER = ClusterTiles(shares=2, vector=4)  # a chunk of 1024 elements
+CHUNKS = ClusterTiles(shares=2, vector=2)  # two
+LARGE_CLUSTER = ClusterTiles(shares=4, vector=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,7 @@ class AttnResCase:
     has_update: bool = True
     keeps_mixed: bool = False
     width: int = SMALL_WIDTH
-    tiles: AttnResTiles | None = SMALL
+    tiles: AttnResTiles | ClusterTiles | None = SMALL
     scale: float = 1.0  # of the rows; 0 leaves the eps alone in the norms
     sharpness: float = 1.0  # of the score weights: 100 puts all weight on one source
 
@@ -48,6 +52,12 @@ CASES = (
     AttnResCase(name="no snapshot, no update", tokens=2, snapshots=0, has_update=False),
     AttnResCase(name="one source takes all, short ring", tokens=5, snapshots=1, sharpness=100.0, tiles=SHORT),
     AttnResCase(name="zeros", tokens=2, snapshots=1, scale=0.0, has_update=False, keeps_mixed=True, tiles=NARROW),
+    AttnResCase(name="cluster, two tokens", tokens=2, snapshots=2, keeps_mixed=True, tiles=CLUSTER),
+    AttnResCase(name="cluster, chunks, no update", tokens=1, snapshots=8, has_update=False, tiles=CHUNKS),
+    AttnResCase(
+        name="cluster of four, one source takes all", tokens=1, snapshots=1, sharpness=100.0, tiles=LARGE_CLUSTER
+    ),
+    AttnResCase(name="cluster, zeros", tokens=1, snapshots=0, scale=0.0, keeps_mixed=True, tiles=CLUSTER),
 )
 GPU_CASES = (
     *(AttnResCase(name=f"K3, {n} snapshots", tokens=9, snapshots=n, width=7168, tiles=None) for n in range(9)),

@@ -7,13 +7,14 @@ import sys
 
 import jax.numpy as jnp
 import moe_lowering
+import mosaic_interpreter
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.attn_res import DepthWeights, Mixed, mix_and_norm
 from k3jax.pallas import attn_res, attn_res_cases
 from k3jax.pallas.attn_res import AttnResTiles
+from k3jax.pallas.attn_res_cluster import ClusterTiles
 
 
 def rng() -> np.random.Generator:
@@ -23,7 +24,7 @@ def rng() -> np.random.Generator:
 @pytest.mark.parametrize("case", attn_res_cases.CASES, ids=lambda case: case.name)
 def test_the_kernel_equals_the_oracle_without_races(case, capsys):
     """Outputs and shared memory start as NaN, so does every other layer's weight."""
-    verdict = attn_res_cases.run(case, rng(), plgpu.InterpretGPUParams(detect_races=True))
+    verdict = attn_res_cases.run(case, rng(), mosaic_interpreter.interpreter())
     assert verdict.passed, verdict
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -60,6 +61,7 @@ def test_it_lowers_for_hopper():
 
 @pytest.mark.slow
 def test_it_lowers_for_hopper_without_update_and_with_the_mix():
+    assert "mosaic_gpu" in moe_lowering.residuals(144, 8, has_update=False, keeps_mixed=True)
     assert "mosaic_gpu" in moe_lowering.residuals(8192, 8, has_update=False, keeps_mixed=True)
     assert "mosaic_gpu" in moe_lowering.residuals(144, 0)
 
@@ -81,7 +83,17 @@ def test_one_kernel_serves_all_layers():
     assert attn_res.attn_res_kernel(*arguments) is attn_res.attn_res_kernel(*arguments)
 
 
+def test_few_tokens_get_a_cluster_each():
+    assert attn_res.tiles_for(144, 7168) == ClusterTiles(shares=7, vector=8)
+    assert isinstance(attn_res.tiles_for(1024, 7168), AttnResTiles)
+    assert isinstance(attn_res.tiles_for(9, 1024), AttnResTiles)  # no cluster makes up this width
+
+
 def test_tiles_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="shares=9 must be"):
+        ClusterTiles(shares=9, vector=8)
+    with pytest.raises(ValueError, match="width=1000 is no multiple of the 2048"):
+        ClusterTiles(shares=2, vector=8).view(1000)
     with pytest.raises(ValueError, match="warpgroups=3 must be"):
         AttnResTiles(warpgroups=3, vector=2, blocks=1)
     with pytest.raises(ValueError, match="vector=16 must be"):
