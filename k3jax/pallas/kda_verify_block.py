@@ -134,11 +134,13 @@ def verify_kernel(
         count = jnp.minimum(cu_seqlens[row + 1] - start, tokens)
         lanes = pl.ds(head * HEAD_DIM, HEAD_DIM)
 
-        def token_at(index):  # clamped: rows behind the last token repeat it and are not stored
-            return jnp.maximum(start + jnp.minimum(index, count - 1), 0)  # at least 0, for cheaper addresses
+        def of_tokens(rows, which=range(tokens)):
+            """Rows behind the last token repeat it and are not stored. One address, the first's, serves all."""
+            own = rows.at[pl.ds(start, tokens)]
+            return [own.at[jnp.minimum(t, count - 1)] for t in which]
 
-        def of_tokens(rows):  # sliced first in what all tokens share: one addition less for each
-            return [channels.raw(rows.at[token_at(t)]) for t in range(tokens)]
+        def raws_of_tokens(rows, which=range(tokens)):
+            return [channels.raw(row) for row in of_tokens(rows, which)]
 
         def arrive(barrier):
             plgpu.commit_smem()
@@ -156,10 +158,12 @@ def verify_kernel(
         def by_column(vector, num_rows: int = MAX_TOKENS):
             return lax.broadcast_in_dim(vector, (num_rows, HEAD_DIM), (1,))
 
-        def convolve(part):  # q, k or v; gives the new raw rows and the results
-            window = [channels.raw(tails.at[layer, slot, j, part, lanes]) for j in range(TAPS - 1)]
-            window += of_tokens(packed.at[:, part, lanes])
-            weights = [channels.load(taps.at[stacked, part, lanes, j]) for j in range(TAPS)]
+        def fetch_window(part):  # of q, k or v: rows, the tail's first, and taps
+            rows = [channels.raw(tails.at[layer, slot, j, part, lanes]) for j in range(TAPS - 1)]
+            rows += raws_of_tokens(packed.at[:, part, lanes])
+            return rows, [channels.load(taps.at[stacked, part, lanes, j]) for j in range(TAPS)]
+
+        def convolve(part, window, weights):  # gives the new raw rows and the results
             wide, parts = [x.astype(jnp.float32) for x in window], []
             for t in range(tokens):
                 total = plgpu.layout_cast(wide[t] * weights[0], channels.CHANNELS)
@@ -183,9 +187,12 @@ def verify_kernel(
                 def record(t=t, value=value):
                     key_gates[layer, row, t, index, head] = value
 
-        def accumulate_decays():
-            raws, strengths = of_tokens(decay.at[:, lanes]), [beta[token_at(t), head] for t in range(tokens)]
-            bias, rate = channels.load(dt_bias.at[stacked, lanes]), jnp.exp(a_log[stacked, head])
+        def fetch_decays():
+            raws, strengths = raws_of_tokens(decay.at[:, lanes]), [row[head] for row in of_tokens(beta)]
+            return raws, strengths, channels.load(dt_bias.at[stacked, lanes]), a_log[stacked, head]
+
+        def accumulate_decays(raws, strengths, bias, log_rate):
+            rate = jnp.exp(log_rate)
             total = None
             for t, raw in enumerate(raws):
                 log_decay = to_base_2 * sigmoid(rate * (raw.astype(jnp.float32) + bias))
@@ -288,7 +295,7 @@ def verify_kernel(
                     pseudos[layer, row, j, head] = pseudo
 
         def fetch_gates(which):
-            return [channels.raw(packed.at[:, 3, lanes].at[token_at(t)]) for t in which]
+            return raws_of_tokens(packed.at[:, 3, lanes], which)
 
         def prepare_gates(which, gates):
             scale = plgpu.layout_cast(channels.load(out_norm.at[stacked]), channels.CHANNELS)
@@ -316,9 +323,10 @@ def verify_kernel(
         def four_warpgroups():
             @pl.when(warpgroup < _VALUE)
             def scores_of_queries_and_keys():
+                fetched = fetch_window(warpgroup)
                 own = [warpgroup + t for t in range(0, tokens, 2)]  # gates of every other token
                 gates = fetch_gates(own)
-                raws, parts = convolve(warpgroup)
+                raws, parts = convolve(warpgroup, *fetched)
                 plgpu.commit_smem()
                 vectors = build_vectors(warpgroup)
                 arrive(memory.built)
@@ -331,39 +339,54 @@ def verify_kernel(
                 record_raws(warpgroup, raws)
                 pl.when(warpgroup == _KEY)(functools.partial(record_key_gates, 0, parts))
 
-            @pl.when(warpgroup >= _VALUE)
-            def products_with_the_state():
-                own = pl.ds((warpgroup - _VALUE) * _HALF, _HALF)
-                first, second = (fetch_state(own, half) for half in range(2))
-                pl.when(warpgroup == _VALUE)(lambda: record_raws(_VALUE, convolve(_VALUE)[0]))
-                pl.when(warpgroup == _DECAY)(accumulate_decays)
-                first = lax.optimization_barrier(split(first))  # before the wait, not after it
-                plgpu.barrier_wait(memory.built)
-                multiply_state(own, first, second)
-                arrive(memory.multiplied)
-                plgpu.barrier_wait(memory.multiplied)
-                pl.when(warpgroup == _VALUE)(solve)
-                pl.when(warpgroup == _DECAY)(move_queries)
+            # The state is long in coming: what others wait for is asked for before it.
+            @pl.when(warpgroup == _VALUE)
+            def values():
+                fetched, state = fetch_window(_VALUE), fetch_halves(0)
+                record_raws(_VALUE, convolve(_VALUE, *fetched)[0])
+                multiply_when_built(0, state)
+                solve()
+                arrive(memory.solved)
+
+            @pl.when(warpgroup == _DECAY)
+            def decays():
+                fetched, state = fetch_decays(), fetch_halves(1)
+                accumulate_decays(*fetched)
+                multiply_when_built(1, state)
+                move_queries()
                 arrive(memory.solved)
 
             plgpu.barrier_wait(memory.solved)
             pl.when(warpgroup * _TOKENS_A_GROUP < count)(functools.partial(finish, warpgroup))
 
+        def fetch_halves(which: int):
+            return [fetch_state(pl.ds(which * _HALF, _HALF), half) for half in range(2)]
+
+        def multiply_when_built(which: int, state):
+            first = lax.optimization_barrier(split(state[0]))  # before the wait, not after it
+            plgpu.barrier_wait(memory.built)
+            multiply_state(pl.ds(which * _HALF, _HALF), first, state[1])
+            arrive(memory.multiplied)
+            plgpu.barrier_wait(memory.multiplied)
+
         def two_warpgroups():
             # The first has the keys, then the values; the second the decays, then the queries.
             is_first = warpgroup == 0
-            part, own = jnp.where(is_first, _KEY, _QUERY), pl.ds(warpgroup * _HALF, _HALF)
-            first = fetch_state(own, 0)
+            part, later = jnp.where(is_first, _KEY, _QUERY), jnp.where(is_first, _VALUE, _QUERY)
+            own = pl.ds(warpgroup * _HALF, _HALF)
 
             @pl.when(is_first)
             def keys():
-                raws, parts = convolve(_KEY)
+                raws, parts = convolve(_KEY, *fetch_window(_KEY))
                 record_raws(_KEY, raws)
                 record_key_gates(0, parts)
 
-            pl.when(warpgroup == 1)(accumulate_decays)
-            later = jnp.where(is_first, _VALUE, _QUERY)
-            record_raws(later, convolve(later)[0])
+            @pl.when(warpgroup == 1)
+            def decays():
+                accumulate_decays(*fetch_decays())
+
+            fetched, first = fetch_window(later), fetch_state(own, 0)
+            record_raws(later, convolve(later, *fetched)[0])
             first = lax.optimization_barrier(split(first))
             gated = [warpgroup + t for t in range(0, tokens, 2)]  # every other token
             prepare_gates(gated, fetch_gates(gated))
@@ -384,7 +407,8 @@ def verify_kernel(
                 group = first_group + warpgroup
                 pl.when(group * _TOKENS_A_GROUP < count)(functools.partial(finish, group))
 
-        @pl.when((slot > 0) & (count > 0) & (layer >= 0) & (head < heads))
+        # The layers take part in the condition so that they are loaded beside the slot, not after it.
+        @pl.when((slot > 0) & (count > 0) & (layer >= 0) & (stacked >= 0) & (head < heads))
         def live():
             four_warpgroups() if tiles.warpgroups_per_head == 4 else two_warpgroups()
 
