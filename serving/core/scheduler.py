@@ -159,12 +159,15 @@ class Scheduler:
         """Return the next step, or None when no request can move (before the results in flight are applied)."""
         state = self._state
         commit_all(state)
+        was_short = state.is_short_of_pages
         start_loads(state)
         draft = self._draft()
         is_short = draft.is_short_of_pages
         while draft.is_empty and draft.has_preempted:
             draft = self._draft()  # somebody gave up pages to one that still cannot move; others can take them
         state.is_short_of_pages = is_short or draft.is_short_of_pages
+        if draft.is_empty and was_short:
+            start_loads(state)  # who lacked pages is gone, and perhaps nothing else will ever move
         write_back(state)
         if draft.is_empty:
             return None

@@ -192,3 +192,35 @@ def test_nan_that_reached_the_store_ends_one_reader_and_is_forgotten_with_it(ove
         drive.settle()
     assert [drive.ledger.last[name].finish_reason for name in "bcd"] == ["error", "length", "length"]
     drive.assert_all_free()
+
+
+@OVERLAP
+@pytest.mark.parametrize("kind", ["submit", "collect"])
+@pytest.mark.parametrize("draft_tokens", [0, 1])
+def test_a_device_lost_in_any_step_leaves_nobody_parked_for_ever(kind, overlap, draft_tokens):
+    """Nothing is loaded while somebody running lacks pages; when the device is lost in such a step, nobody runs who
+    could ever get any, and the parked request is the only one that can move."""
+    num_parked = num_steps = 0
+    while True:
+        drive = _drive(
+            overlap=overlap,
+            page_size=8,
+            num_pages=10,
+            num_rows=3,
+            num_slots=9,
+            max_model_len=72,
+            host_cache_bytes=15,
+            page_bytes=2,
+            slot_bytes=1,
+            draft_tokens=draft_tokens,
+        )
+        for i in range(6):
+            drive.add(same_prefix(f"r{i}", prompt(10 + i, i), max_tokens=32))
+        drive.executor.inject(Fault(step=num_steps, kind=kind, rows=()))
+        drive.settle()
+        drive.assert_all_free()
+        num_parked += drive.scheduler.stats().parks_total
+        if drive.scheduler.num_steps <= num_steps:
+            break
+        num_steps += 1
+    assert num_parked > 0 and num_steps > 20
