@@ -72,7 +72,7 @@ class _Scratch:
     factors: Any  # [2 (e^G | e^-G / shift^2), 16, 128]
     vectors: Any  # [64, 128] bf16: shift k e^G, shift q e^G, 16 rows each, then what rounding took from them
     columns: Any  # [16, 128] k e^-G / shift, until the scores are complete; then the pseudo values
-    strengths: Any  # [16] b
+    strengths: Any  # [16, 128] b in every channel
     scores: Any  # [2 (B|A), 16 (j), 16 (t)], zero where j > t
     from_state: Any  # [32, 132] products with the state: of 16 keys, of 16 queries
     gates: Any  # [16, 128] what normalised outputs are multiplied with
@@ -96,7 +96,7 @@ def _scratch(tiles: VerifyTiles) -> dict:
         "factors": memory(2, *token_tile),
         "vectors": swizzled((tiles.heads, 4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16),
         "columns": memory(*token_tile),
-        "strengths": memory(MAX_TOKENS),
+        "strengths": memory(*token_tile),
         "scores": memory(2, MAX_TOKENS, MAX_TOKENS),
         "from_state": memory(2 * MAX_TOKENS, _PADDED),
         "gates": memory(*token_tile),
@@ -188,7 +188,7 @@ def verify_kernel(
                     key_gates[layer, row, t, index, head] = value
 
         def fetch_decays():
-            raws, strengths = raws_of_tokens(decay.at[:, lanes]), [row[head] for row in of_tokens(beta)]
+            raws, strengths = raws_of_tokens(decay.at[:, lanes]), raws_of_tokens(beta.at[:, head])
             return raws, strengths, channels.load(dt_bias.at[stacked, lanes]), a_log[stacked, head]
 
         def accumulate_decays(raws, strengths, bias, log_rate):
@@ -201,8 +201,8 @@ def verify_kernel(
                 memory.factors[1, t] = jnp.exp2(-total) * shift**-2
             arrive(memory.decayed)
             for t, strength in enumerate(strengths):
-                memory.strengths[t] = sigmoid(strength.astype(jnp.float32))
-            record_key_gates(1, raws)
+                wide = plgpu.layout_cast(channels.everywhere(strength.astype(jnp.float32)), channels.CHANNELS)
+                memory.strengths[t] = sigmoid(wide)
 
         def build_vectors(part):  # of keys or queries
             x = tile(memory.parts.at[part])
@@ -276,23 +276,28 @@ def verify_kernel(
         def move_queries():
             for t in range(tokens):
                 memory.parts[_QUERY, t] = plgpu.layout_cast(product_of(MAX_TOKENS + t), channels.CHANNELS)
+            arrive(memory.solved)
 
         def solve():
-            strengths = [memory.strengths[t] for t in range(tokens)]
+            strengths = [channels.load(memory.strengths.at[t]) for t in range(tokens)]
             wanted = [
                 plgpu.layout_cast(channels.load(memory.parts.at[_VALUE, t]), channels.CHANNELS) - product_of(t)
                 for t in range(tokens)
             ]
             weights = [[memory.scores[_KEY, j, t] for t in range(j + 1, tokens)] for j in range(tokens)]
+            solved = []
             for j, strength in enumerate(strengths):
                 pseudo = wanted[j] * strength
                 memory.columns[j] = pseudo
+                solved.append(pseudo)
                 for t, weight in zip(range(j + 1, tokens), weights[j], strict=True):
                     wanted[t] -= weight * pseudo
+            arrive(memory.solved)
+            for t, pseudo in enumerate(solved):
 
-                @functools.partial(when_live, j)
-                def record(j=j, pseudo=pseudo):
-                    pseudos[layer, row, j, head] = pseudo
+                @functools.partial(when_live, t)
+                def record(t=t, pseudo=pseudo):
+                    pseudos[layer, row, t, head] = pseudo
 
         def fetch_gates(which):
             return raws_of_tokens(packed.at[:, 3, lanes], which)
@@ -346,18 +351,18 @@ def verify_kernel(
                 record_raws(_VALUE, convolve(_VALUE, *fetched)[0])
                 multiply_when_built(0, state)
                 solve()
-                arrive(memory.solved)
 
             @pl.when(warpgroup == _DECAY)
             def decays():
                 fetched, state = fetch_decays(), fetch_halves(1)
                 accumulate_decays(*fetched)
+                record_key_gates(1, fetched[0])
                 multiply_when_built(1, state)
                 move_queries()
-                arrive(memory.solved)
 
             plgpu.barrier_wait(memory.solved)
-            pl.when(warpgroup * _TOKENS_A_GROUP < count)(functools.partial(finish, warpgroup))
+            group = jnp.where(warpgroup < _VALUE, warpgroup, _VALUE + _DECAY - warpgroup)  # the solver's is the last
+            pl.when(group * _TOKENS_A_GROUP < count)(functools.partial(finish, group))
 
         def fetch_halves(which: int):
             return [fetch_state(pl.ds(which * _HALF, _HALF), half) for half in range(2)]
@@ -383,7 +388,9 @@ def verify_kernel(
 
             @pl.when(warpgroup == 1)
             def decays():
-                accumulate_decays(*fetch_decays())
+                fetched = fetch_decays()
+                accumulate_decays(*fetched)
+                record_key_gates(1, fetched[0])
 
             fetched, first = fetch_window(later), fetch_state(own, 0)
             record_raws(later, convolve(later, *fetched)[0])
@@ -401,7 +408,6 @@ def verify_kernel(
             plgpu.barrier_wait(memory.multiplied)
             pl.when(is_first)(solve)
             pl.when(warpgroup == 1)(move_queries)
-            arrive(memory.solved)
             plgpu.barrier_wait(memory.solved)
             for first_group in range(0, -(-tokens // _TOKENS_A_GROUP), 2):
                 group = first_group + warpgroup
