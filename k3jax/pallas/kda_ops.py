@@ -11,9 +11,10 @@ from k3jax.config import K3Config
 from k3jax.pallas import kda_commit, kda_verify
 from k3jax.pallas.kda_channels import HEAD_DIM
 from k3jax.pallas.kda_decode import StackedParams, Token, decode
+from k3jax.pallas.kda_prefill_op import prefill
 from k3jax.replay import Committed, Records
 
-__all__ = ["commit", "decode", "verify"]
+__all__ = ["commit", "decode", "prefill", "verify"]
 
 
 def verify(

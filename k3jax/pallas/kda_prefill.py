@@ -71,9 +71,9 @@ SWEEP = (PrefillTiles(), PrefillTiles(stages=2))
 
 
 def kda_prefill(
-    q: Float[Array, "T H K"],
-    k: Float[Array, "T H K"],
-    v: Float[Array, "T H V"],
+    q: Float[Array, "T Q K"],
+    k: Float[Array, "T Q K"],
+    v: Float[Array, "T Q V"],
     gate: Float[Array, "T H K"],
     beta: Float[Array, "T H"],
     a_log: Float[Array, "H"],
@@ -83,19 +83,21 @@ def kda_prefill(
     pool,
     out,
     *,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
     tiles: PrefillTiles | None = None,
     interpret=None,
 ) -> None:
     """Run every sequence of `plan` through its slot of `pool[layer]` and write rows of `out`.
 
-    `q`, `k`, `v` come after the short convolution, `gate` and `beta` raw. `pool` [layers, slots, H, V, K] float32 and
-    `out` [T, H, V] bfloat16 are `jax.Ref`s, written in place: each sequence's slot, its export slot, and its rows.
-    No other slot or row is read or written. Slots of different sequences must differ, except those of empty ones.
+    `q`, `k`, `v` come after the short convolution, `gate` and `beta` raw. `first_heads` are the places of their first
+    heads in their arrays: they may be one array. `pool` [layers, slots, H, V, K] float32 and `out` [T, H, V] bfloat16
+    are `jax.Ref`s, written in place: each sequence's slot, its export slot, and its rows. No other slot or row is read
+    or written, and none for an empty sequence. Slots of different sequences must differ.
     """
-    heads = q.shape[1]
+    heads = gate.shape[1]
     tiles = tiles or PrefillTiles()
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret)
+    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret, first_heads)
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows)
     scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, interpret)
     scan(*prepared, plan, layer, pool, out)

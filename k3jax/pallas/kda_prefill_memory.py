@@ -142,22 +142,25 @@ def of_pair(buffers: list, pair) -> dict:
     return s
 
 
-def start_loads(s: dict, q, k, v, gate, bias, token, head) -> None:
+def start_loads(s: dict, q, k, v, gate, bias, token, head, first_heads: tuple[int, int, int]) -> None:
     """Begin copying a tile's raw inputs. Rows past the packed arrays read as zeros.
+
+    Head 0 of q, k and v is `first_heads` of their arrays.
 
     The copy engine fills memory in the tensor cores' layout only from tokens that are a multiple of 8. Others arrive as
     plain rows, which `tidy` rearranges.
     """
     plgpu.copy_gmem_to_smem(bias.at[head], s["bias"], s["loaded"])
+    q_head, k_head, v_head = (head + first for first in first_heads)
 
     def load(rows, suffix: str):
         halves = range(2)
         for half in halves:
             plgpu.copy_gmem_to_smem(gate.at[rows, head, half_of(half)], s["gate" + suffix][half], s["loaded"])
-        plgpu.copy_gmem_to_smem(k.at[rows, head], s["k" + suffix], s["loaded"])
-        plgpu.copy_gmem_to_smem(q.at[rows, head], s["q" + suffix], s["loaded"])
+        plgpu.copy_gmem_to_smem(k.at[rows, k_head], s["k" + suffix], s["loaded"])
+        plgpu.copy_gmem_to_smem(q.at[rows, q_head], s["q" + suffix], s["loaded"])
         for half in halves:
-            plgpu.copy_gmem_to_smem(v.at[rows, head, half_of(half)], s["v" + suffix].at[half], s["loaded"])
+            plgpu.copy_gmem_to_smem(v.at[rows, v_head, half_of(half)], s["v" + suffix].at[half], s["loaded"])
 
     @pl.when(token % _ROW_TILE == 0)
     def _():

@@ -63,7 +63,7 @@ def prepared_shapes(num_tiles: int, heads: int) -> Prepared:
     )
 
 
-def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, is_interpreted: bool) -> None:
+def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, first_heads, is_interpreted: bool) -> None:
     """One tile and head, by both sides."""
     q, k, v, gate, a_log, bias, beta, _, _, relative_sums, _, *outputs = refs
     prepared, rate = Prepared(*outputs), jnp.exp(a_log[head])
@@ -79,7 +79,7 @@ def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, is_interpret
 
     @pl.when(side == KEY_SIDE)
     def _():
-        start_loads(s, q, k, v, gate, bias, first, head)
+        start_loads(s, q, k, v, gate, bias, first, head, first_heads)
         load_beta(s, beta, first, head, num_rows)
 
     plgpu.barrier_wait(s["loaded"])
@@ -107,7 +107,7 @@ def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, is_interpret
     together(s["stored"])
 
 
-def _body(*refs, buffers: list, heads: int, units: int, grid: int, is_interpreted: bool) -> None:
+def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, is_interpreted: bool) -> None:
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
     token, rows, sums = refs[7], refs[8], refs[10]
@@ -132,7 +132,8 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, is_interprete
             first = token[tile]
             varying_zero = first & jnp.int32(-(2**31))
             s = of_pair(buffers, pair ^ varying_zero) | {"varying_zero": varying_zero}
-            _prepare_tile(refs, s, side, tile, unit - tile * heads, first, num_rows, is_interpreted)
+            head = unit - tile * heads
+            _prepare_tile(refs, s, side, tile, head, first, num_rows, first_heads, is_interpreted)
 
         return _
 
@@ -141,15 +142,24 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, is_interprete
 
 
 @functools.cache
-def build(num_tiles: int, heads: int, interpret=None):
-    """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows) -> Prepared."""
+def build(num_tiles: int, heads: int, interpret=None, first_heads: tuple[int, int, int] = (0, 0, 0)):
+    """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows) -> Prepared.
+
+    Head 0 of q, k and v is `first_heads` of their arrays, which may be one.
+    """
     units = num_tiles * heads
     grid = min(MULTIPROCESSORS, units)
 
     def entry(*refs):
         pl.run_scoped(
             lambda *buffers: _body(
-                *refs, buffers=list(buffers), heads=heads, units=units, grid=grid, is_interpreted=interpret is not None
+                *refs,
+                buffers=list(buffers),
+                heads=heads,
+                units=units,
+                grid=grid,
+                first_heads=first_heads,
+                is_interpreted=interpret is not None,
             ),
             *scratch().values(),
             collective_axes="warpgroup",

@@ -266,8 +266,9 @@ def build(num_sequences: int, heads: int, stages: int, interpret=None):
     def entry(*refs, **scratch):
         chain = _Chain(refs, scratch, stages)
         side = lax.axis_index("side")
-        pl.when(side == 0)(chain.carry_state)
-        pl.when(side == 1)(chain.write_outputs)
+        is_empty = chain.num_tiles == 0  # most sequences of a step, and they own no slot
+        pl.when((side == 0) & jnp.logical_not(is_empty))(chain.carry_state)
+        pl.when((side == 1) & jnp.logical_not(is_empty))(chain.write_outputs)
 
     return plgpu.kernel(
         entry,
