@@ -166,8 +166,8 @@ class Scheduler:
         while draft.is_empty and draft.has_preempted:
             draft = self._draft()  # somebody gave up pages to one that still cannot move; others can take them
         state.is_short_of_pages = is_short or draft.is_short_of_pages
-        if draft.is_empty and was_short:
-            start_loads(state)  # who lacked pages is gone, and perhaps nothing else will ever move
+        if draft.is_empty and was_short and not state.is_short_of_pages:
+            return self.plan()  # loads that waited for who lacked pages may be all that can move
         write_back(state)
         if draft.is_empty:
             return None
