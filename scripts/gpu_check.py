@@ -8,7 +8,7 @@ rounding and are only counted.
 kda-decode, kda-verify (with commit), short-conv: every case of their `*_cases.py` in `k3jax/pallas/`, fresh random
 inputs, poisoned pools, against float64; for decode also slots beyond 2^31 elements and 10,000 steps.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
-for bit.
+for bit. kda-prefill-op: the same kernels behind the step's op, every case of `k3jax/pallas/kda_prefill_op_cases.py`.
 attn-res, experts, experts-triton, gemm, moe-tail, router, sampling: every case of their `*_cases.py`, fresh random
 inputs, against float64 and in every integer; for experts also weight stacks beyond 2^31 bytes, for gemm 2^31 elements.
 """
@@ -34,6 +34,7 @@ QUESTIONS = ROOT / "demo" / "questions.jsonl"
 KERNEL_CHECKS = {  # function of a file in scripts/checks
     "kda-decode": ("kda_decode", "check_decode"),
     "kda-prefill": ("kda_prefill", "check_kda_prefill"),
+    "kda-prefill-op": ("kda_prefill", "check_kda_prefill_op"),
     "kda-verify": ("kda_decode", "check_verify"),
     "short-conv": ("kda_decode", "check_conv"),
     "experts": ("experts", "check_experts"),
@@ -45,7 +46,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "sampling": ("sampling", "check_sampling"),
 }
 GROUPS = {
-    "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill"),
+    "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill", "kda-prefill-op"),
     "moe": ("router", "experts", "moe-tail"),
 }
 

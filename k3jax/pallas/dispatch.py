@@ -12,12 +12,13 @@ from typing import Any, Literal
 from k3jax import attn_res, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
-from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_verify, moe_tail, router
+from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_prefill_op, kda_verify, moe_tail, router
 
 Kernels = Literal["auto", "xla", "pallas"]
 MoeFinalize = Literal["deferred", "separate"]
 KERNELS: dict[str, Callable] = {
     "kda_decode": kda_ops.decode,
+    "kda_prefill": kda_ops.prefill,
     "kda_verify": kda_ops.verify,
     "kda_commit": kda_ops.commit,
     "depth_mix": attn_res_kernel.mix_and_norm,
@@ -136,6 +137,8 @@ def _refusal(op: str, situation: Situation) -> str | None:
     config, device = situation.config, (situation.dtype, situation.platform, situation.compute_capability)
     if op == "kda_decode":
         return kda_decode.supported(config, *device)
+    if op == "kda_prefill":
+        return kda_prefill_op.supported(config, *device)
     if op == "depth_mix":
         num_snapshots = sum(config.is_snapshot(layer) for layer in range(config.num_hidden_layers))
         return attn_res_kernel.supported(config.hidden_size, num_snapshots, *device)

@@ -66,7 +66,7 @@ def changes_no_bit(op: Callable, rng: np.random.Generator, **sizes: Any) -> dict
     """Whether a sequence's results are the same bits in company, at an odd row and with an export, and cut in two on
     the grid; and whether the export is what the first half leaves. `sizes` as `pieces` takes them."""
     length, grid, first_token = 130, 64, 5
-    whole = draw(OpCase(name="whole", lengths=(length,), starts=(0,), num_dead=3), rng)
+    whole = draw(OpCase(name="whole", lengths=(length,), starts=(0,), num_dead=7), rng)
     pools = whole.state_pool, whole.conv_pool
     alone = run(op, pieces(whole, [(0, length)], [1], pools, **sizes), 0)
     spans, export = [(0, 4), (0, length), (0, 16)], (1, grid, 5)

@@ -1,16 +1,21 @@
-"""The KDA prefill kernels on a GPU against the recurrence in float64: fresh inputs, poisoned pools, every tiling."""
+"""The KDA prefill kernels and the step's op on a GPU against float64: fresh inputs, poisoned pools, every tiling."""
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.pallas import kda_prefill_op, kda_prefill_op_cases
 from k3jax.pallas.kda_cases import CASES, GPU_CASES, PrefillCase, PrefillInputs, judge, make_inputs
 from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill
+from k3jax.pallas.kda_prefill_op_runs import changes_no_bit, run_case
 from k3jax.pallas.kda_prefill_plan import make_plan
+
+NUM_LANES, NUM_TOKENS = 8, 512  # of the op's small cases: one program serves them all
 
 
 def check_kda_prefill() -> bool:
@@ -26,6 +31,23 @@ def check_kda_prefill() -> bool:
             results.append(_export_is_exact(offset, tiles))
             print(f"kda-prefill export at {offset} {tiles}: {'ok' if results[-1] else 'FAILED'}", flush=True)
     return all(results)
+
+
+def check_kda_prefill_op() -> bool:
+    """Run every case of the step's op, mixed batches among them; then what may change no bit."""
+    rng, results = np.random.default_rng(), []
+    for case in (*map(_in_one_shape, kda_prefill_op_cases.CASES), *kda_prefill_op_cases.GPU_CASES):
+        verdict = run_case(kda_prefill_op.prefill, case, rng)
+        results.append(verdict.passed)
+        print(f"kda-prefill-op {case.name}: {'ok' if verdict.passed else 'FAILED'} {verdict}", flush=True)
+    found = changes_no_bit(kda_prefill_op.prefill, rng, num_lanes=NUM_LANES, num_tokens=NUM_TOKENS)
+    print(f"kda-prefill-op bit for bit: {'ok' if all(found.values()) else 'FAILED'} {found}", flush=True)
+    return all([*results, *found.values()])
+
+
+def _in_one_shape(case: kda_prefill_op_cases.OpCase) -> kda_prefill_op_cases.OpCase:
+    used = case.first_token + sum(case.lengths)
+    return dataclasses.replace(case, num_dead=NUM_LANES - len(case.lengths), padding=NUM_TOKENS - used)
 
 
 def run(inputs: PrefillInputs, tiles: PrefillTiles) -> tuple[np.ndarray, np.ndarray]:

@@ -1,16 +1,20 @@
 """Dispatch: which kernels a step takes and why, and that a whole step with them lowers for CUDA."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
+import kda_lowering
 import pytest
+from jaxlib.mlir import ir
 
 from k3jax import moe, params, programs
 from k3jax.cache import CacheShape
 from k3jax.draft_params import abstract_draft
 from k3jax.draft_state import Drafting
-from k3jax.pallas import dispatch, expert_load
+from k3jax.pallas import dispatch, expert_load, kda_decode
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from tests.k3jax.draft_models import draft_config
 from tests.k3jax.golden_data import mini_config
@@ -43,6 +47,7 @@ def test_kernels_run_wherever_they_can_and_say_so(kernels):
     ("changes", "refused", "reason"),
     [
         ({"drafts": None}, {"kda_verify", "kda_commit"}, "nothing is drafted"),
+        ({"config": dataclasses.replace(CONFIG, gate_lower_bound=-4.0)}, {"kda_prefill"}, "lower bound is -4.0"),
         ({"rollback": "snapshot"}, {"kda_verify", "kda_commit"}, "snapshots"),
         ({"drafts": 16}, {"kda_verify", "kda_commit"}, "17 tokens"),
         ({"expert_width": 64}, {"routed_experts", "finish_rows"}, "64, is no multiple"),
@@ -92,6 +97,40 @@ def test_summing_apart_from_the_norm_can_be_asked_for():
     assert choice.backend == "xla" and "asked for" in choice.reason
 
 
+def test_kernels_that_multiply_as_hopper_does_stay_away_from_blackwell():
+    _, choices = dispatch.choose(dataclasses.replace(HOPPER, compute_capability=10.3), "pallas")
+    (choice,) = (choice for choice in choices if choice.op == "kda_prefill")
+    assert choice.backend == "xla" and "wgmma" in choice.reason
+
+
+def operands_used_twice(lowered: jax.stages.Lowered) -> list[str]:
+    """Types of what a kernel writes in place although something else reads it too, so that XLA would copy it."""
+    found = []
+
+    def visit(operation: ir.Operation) -> ir.WalkResult:
+        if "output_operand_aliases" in operation.attributes:
+            aliases = str(operation.attributes["output_operand_aliases"])
+            operands = [operation.operands[int(i)] for i in re.findall(r"operand_index = (\d+)", aliases)]
+            found.extend(str(operand.type) for operand in operands if len(list(operand.uses)) > 1)
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    return found
+
+
+def test_an_operand_that_is_written_in_place_and_read_later_is_found():
+    run = functools.partial(kda_decode.kda_decode_pallas, config=kda_lowering.CONFIG)
+    pools = kda_lowering.STATES, kda_lowering.TAILS
+    lanes = kda_lowering.i32(2), kda_lowering.i32(4), kda_lowering.token(4), kda_lowering.PARAMS
+
+    def lowered(step):
+        return jax.jit(step, donate_argnums=(4, 5)).trace(*lanes, *pools).lower(lowering_platforms=("cuda",))
+
+    assert operands_used_twice(lowered(run)) == []
+    twice = operands_used_twice(lowered(lambda *operands: (run(*operands), run(*operands))))
+    assert len(twice) == 4 and {operand.rsplit("x", 1)[1] for operand in twice} == {"f32>", "bf16>"}
+
+
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
     draft = draft_config(
@@ -118,9 +157,14 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
     for prefill_tokens in (0, 64):
         shape = program.shape_of(rows=4, prefill_tokens=prefill_tokens)
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.operands(shape))
-        text = program.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-        in_mixers = len(CONFIG.kda_layers) + (1 if drafts else 0)
+        lowered = program.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",))
+        text = lowered.as_text()
+        # Decode or verify, and convolution, preparation and scan of the chunks; the commit of all layers.
+        in_mixers = len(CONFIG.kda_layers) * (4 if prefill_tokens else 1) + (1 if drafts else 0)
         between = 2 * CONFIG.num_hidden_layers - 1  # in front of every feed-forward, and of every mixer but the first
         in_router = 2 * CONFIG.num_moe_layers
         in_experts = 4 * CONFIG.num_moe_layers  # rows placed, two products, the sum
         assert text.count("custom_call @mosaic_gpu") == in_mixers + between + in_router + in_experts
+        assert operands_used_twice(lowered) == []
+        given = arguments[1]  # the pools
+        assert text.count("tf.aliasing_output") >= len(jax.tree.leaves(given))
