@@ -1,4 +1,4 @@
-"""Sums that the blocks of a cluster, each of one warpgroup, tell one another: single floats into each other's memory.
+"""Sums that the blocks of a cluster, each of one warpgroup, tell one another: single words into each other's memory.
 
 `plgpu.async_store_smem` says the same, and the interpreter runs that. Compiled, it stores whole tiles, and announces
 every store to the other block's barrier with a release at the scope of the cluster, for which the hardware fences all
@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
 AXIS = "share"  # of the cluster
-_FLOAT_BYTES = 4
+_WORD_BYTES = 4
 
 
 def barriers(count: int, arrivals: int, is_interpreted: bool):
@@ -52,21 +52,21 @@ def meet(is_interpreted: bool) -> None:
         plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
 
 
-def open_barriers(ref, floats: Sequence[int], is_interpreted: bool) -> None:
-    """Expect as many floats at each barrier; `wait_for_cluster` must stand between this and the first store."""
+def open_barriers(ref, words: Sequence[int], is_interpreted: bool) -> None:
+    """Expect as many words of four bytes at each barrier; `wait_for_cluster` must stand before the first store."""
     if is_interpreted:
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def initialize(_, ref):
         first = arith.cmpi(arith.CmpIPredicate.eq, utils.thread_idx(), _int(0))
-        for index, count in enumerate(floats):
+        for index, count in enumerate(words):
             address = arith.addi(_address(ref), _int(8 * index))
             utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", address, predicate=first)
             utils.inline_ptx(
                 "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
                 address,
-                _int(count * _FLOAT_BYTES),
+                _int(count * _WORD_BYTES),
                 predicate=first,
             )
         utils.inline_ptx("fence.mbarrier_init.release.cluster;", predicate=first)
@@ -89,10 +89,7 @@ def wait_for_cluster(is_interpreted: bool) -> None:
 def tell_all(sums: jax.Array, layout, target, ref, index: int, blocks: int, is_interpreted: bool) -> None:
     """Store `sums` [n] at `target` [n] of every block, announced at barrier `index`. Each is held by 128 / n lanes."""
     if is_interpreted:
-        for block in range(blocks):
-            plgpu.async_store_smem(
-                sums, target, ref.at[index], cluster_idx=jnp.int32(block), cluster_dim=AXIS, optimized=False
-            )
+        _tell_interpreted(sums, target, ref.at[index], blocks)
         return
     lanes = utils.WARPGROUP_SIZE // sums.shape[0]
     assert lanes >= blocks
@@ -100,27 +97,52 @@ def tell_all(sums: jax.Array, layout, target, ref, index: int, blocks: int, is_i
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), plgpu.RefType()))
     def store(_, sums, target, ref):
         [value] = sums.registers.flat
-        i32 = ir.IntegerType.get_signless(32)
         thread = utils.thread_idx()
         block = arith.remui(thread, _int(lanes))
-        offset = arith.muli(arith.divui(thread, _int(lanes)), _int(_FLOAT_BYTES))
         is_told = arith.cmpi(arith.CmpIPredicate.ult, block, _int(blocks))
-        there, barrier = (
-            utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", here, block, result_types=i32)
-            for here in (
-                arith.addi(_address(target), offset),
-                arith.addi(_address(ref), _int(8 * index)),
-            )
-        )
-        utils.inline_ptx(
-            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];",
-            there,
-            utils.bitcast(value, i32),
-            barrier,
-            predicate=is_told,
-        )
+        _store_there(value, target, arith.divui(thread, _int(lanes)), ref, index, block, is_told)
 
     store(sums, target, ref)  # pyright: ignore[reportCallIssue]
+
+
+def tell_each(words: jax.Array, layout, target, ref, index: int, blocks: int, is_interpreted: bool) -> None:
+    """The same for one word of every thread: `words` and `target` have 128 elements, in the order of threads."""
+    if is_interpreted:
+        _tell_interpreted(words, target, ref.at[index], blocks)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), plgpu.RefType()))
+    def store(_, words, target, ref):
+        [value] = words.registers.flat
+        for block in range(blocks):
+            _store_there(value, target, utils.thread_idx(), ref, index, _int(block), None)
+
+    store(words, target, ref)  # pyright: ignore[reportCallIssue]
+
+
+def _tell_interpreted(value, target, barrier, blocks: int) -> None:
+    for block in range(blocks):
+        index = jnp.int32(block)
+        plgpu.async_store_smem(value, target, barrier, cluster_idx=index, cluster_dim=AXIS, optimized=False)
+
+
+def _store_there(value, target, position, ref, index: int, block, predicate) -> None:
+    """Store a word at `target[position]` of a block and complete it at that block's barrier."""
+    i32 = ir.IntegerType.get_signless(32)
+    here = (
+        arith.addi(_address(target), arith.muli(position, _int(_WORD_BYTES))),
+        arith.addi(_address(ref), _int(8 * index)),
+    )
+    there, barrier = (
+        utils.inline_ptx("mapa.shared::cluster.u32 $0, $1, $2;", address, block, result_types=i32) for address in here
+    )
+    utils.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];",
+        there,
+        utils.bitcast(value, i32),
+        barrier,
+        predicate=predicate,
+    )
 
 
 def wait(ref, index: int, is_interpreted: bool) -> None:

@@ -18,10 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import moe
 from k3jax.config import K3Config
-from k3jax.pallas import requirements, router_counts, router_logits, router_map, router_select
+from k3jax.pallas import requirements, router_counts, router_logits, router_map, router_select, router_select_cluster
 from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
 
+FEW_TOKENS = 256  # up to here multiprocessors are left over when a token has a block
 MAX_EXPERTS = 1024  # a thread of the tile map counts eight
 
 
@@ -31,6 +32,7 @@ class RouterTiles:
 
     logits: LogitTiles
     map: MapTiles
+    spreads_choice: bool = False  # a token's choice over the warps of a block; else a warp does it
 
 
 def tiles_for(tokens: int, experts: int, width: int) -> RouterTiles:
@@ -38,6 +40,7 @@ def tiles_for(tokens: int, experts: int, width: int) -> RouterTiles:
     return RouterTiles(
         logits=router_logits.tiles_for(tokens, experts, width),
         map=router_counts.tiles_for(tokens),
+        spreads_choice=tokens <= FEW_TOKENS,
     )
 
 
@@ -81,7 +84,11 @@ def route_parts(
     rows = jnp.pad(hidden, ((0, padding), (0, 0))) if padding else hidden
     multiply = router_logits.logits_kernel(tokens + padding, experts, width, tiles.logits, interpret)
     logits = multiply(layer, rows, weights.router)
-    choose = router_select.select_kernel(
+    spreads = tiles.spreads_choice and config.num_experts_per_token in router_select_cluster.CHOICES
+    build, view = router_select.select_kernel, (experts,)
+    if spreads:
+        build, view = router_select_cluster.cluster_select_kernel, router_select_cluster.view(experts)
+    choose = build(
         tokens,
         experts,
         config.num_experts_per_token,
@@ -91,7 +98,8 @@ def route_parts(
         interpret,
     )
     mask = () if live is None else (live.astype(jnp.int32),)
-    chosen, chosen_weights, marks = choose(layer, logits, weights.bias, *mask)
+    partial, bias = (x.reshape(*x.shape[:-1], *view) for x in (logits, weights.bias))
+    chosen, chosen_weights, marks = choose(layer, partial, bias, *mask)
     shape = router_select.mark_shape(tokens, experts)
     return logits, moe.Routing(chosen, chosen_weights, marks.reshape(shape))
 

@@ -26,6 +26,7 @@ SCORE_ERROR = 2e-7  # relative, of a float32 sigmoid
 GAP = 4e-7  # between biased scores, relative to 1 or their size, that rounding may swap
 WEIGHT_LIMIT = 1e-6  # relative, given the same logits
 SMALL = RouterTiles(logits=LogitTiles(tokens=8, warpgroups=2, shares=2), map=MapTiles(tokens=2, min_blocks=2))
+SPREAD = dataclasses.replace(SMALL, spreads_choice=True)
 CHUNKED = dataclasses.replace(SMALL, map=MapTiles(tokens=2, min_blocks=2, chunk=4))
 
 
@@ -53,6 +54,7 @@ CASES = (
     RouterCase(
         name="all rows to four experts, chunks, last of four ranks", tokens=6, favourites=4, part=(3, 4), tiles=CHUNKED
     ),
+    RouterCase(name="a block a token, ties, padding", tokens=5, ties=True, dead=(1,), favourites=2, tiles=SPREAD),
 )
 K3 = RouterCase(name="K3", tokens=1, experts=896, width=7168, chosen=16, latent=3584, tiles=None)
 GPU_CASES = tuple(

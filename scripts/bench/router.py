@@ -1,7 +1,8 @@
 """Time the router's kernels at K3's sizes on a GPU: one JSON line per number of tokens.
 
 `logits_us`, `select_us`, `map_us` and above 256 tokens `chunks_us` are each kernel's time in a graph of its own, and
-`us` is their sum: they wait for each other, so in a step they cost no less. Cold: the weights rotate over layers that
+`us` is their sum: they wait for each other, so in a step they cost no less. `select_us` is the choice as it is made,
+`select_warp_us` and `select_block_us` with a warp or a block for each token. Cold: the weights rotate over layers that
 together exceed the L2 cache; what one kernel leaves for the next stays in it, as in a step.
 """
 
@@ -22,7 +23,14 @@ from bench.floors import FLOP_PER_S, READ_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax import moe  # noqa: E402
-from k3jax.pallas import router_counts, router_logits, router_map, router_select  # noqa: E402
+from k3jax.pallas import (  # noqa: E402
+    router,
+    router_counts,
+    router_logits,
+    router_map,
+    router_select,
+    router_select_cluster,
+)
 from k3jax.pallas.router_counts import MapTiles  # noqa: E402
 from k3jax.pallas.router_logits import LogitTiles  # noqa: E402
 
@@ -81,9 +89,16 @@ def measure(tokens: int, logit_tiles: LogitTiles, map_tiles: MapTiles) -> dict:
     multiply = router_logits.logits_kernel(padded, EXPERTS, WIDTH, logit_tiles)
     times = {"logits_us": graph_us(multiply, [(layer, hidden, weight) for layer in layers])}
     logits = _only(plgpu.as_torch_kernel(multiply)(layers[0], hidden, weight))
-    choose = router_select.select_kernel(tokens, EXPERTS, CHOSEN, tuple(logits.shape), 1.0, True)
-    times["select_us"] = graph_us(choose, [(layer, logits, bias, live) for layer in layers])
-    chosen, _, marks = plgpu.as_torch_kernel(choose)(layers[0], logits, bias, live)
+    compared = {}
+    for name, build, view in (
+        ("block", router_select_cluster.cluster_select_kernel, router_select_cluster.view(EXPERTS)),
+        ("warp", router_select.select_kernel, (EXPERTS,)),
+    ):
+        choose = build(tokens, EXPERTS, CHOSEN, tuple(logits.shape), 1.0, True)
+        partial, shift = (x.reshape(*x.shape[:-1], *view) for x in (logits, bias))
+        compared[name] = graph_us(choose, [(layer, partial, shift, live) for layer in layers])
+    times["select_us"] = compared["block" if tokens <= router.FEW_TOKENS else "warp"]
+    chosen, _, marks = plgpu.as_torch_kernel(choose)(layers[0], partial, shift, live)
     marks = marks.reshape(router_select.mark_shape(tokens, EXPERTS))
     table = ()
     if map_tiles.num_chunks(tokens) > 1:
@@ -98,6 +113,7 @@ def measure(tokens: int, logit_tiles: LogitTiles, map_tiles: MapTiles) -> dict:
     floor = max(moved / READ_BYTES_PER_S, 2 * tokens * EXPERTS * WIDTH / FLOP_PER_S) * 1e6
     bars = {"must_us": MUST_US, "aim_us": AIM_US} if tokens <= MOST else {}
     us = sum(times.values())
+    times |= {f"select_{name}_us": value for name, value in compared.items()}
     return {"us": round(us, 2), **{k: round(v, 2) for k, v in times.items()}, "floor_us": round(floor, 2), **bars}
 
 

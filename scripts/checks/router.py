@@ -6,6 +6,7 @@ and `expert_plan.make_plan`.
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import sys
 
@@ -23,8 +24,18 @@ REPEATS = 20
 
 def check_router() -> bool:
     """Every case, then the same bits from many calls."""
-    passed = [_check(case) for case in (*router_cases.CASES, *router_cases.GPU_CASES)]
+    passed = [_check(case) for case in (*router_cases.CASES, *router_cases.GPU_CASES, *_by_a_warp())]
     return all([*passed, _repeats_itself()])
+
+
+def _by_a_warp() -> list[RouterCase]:
+    """Cases of few tokens, each chosen for by a warp, as many tokens are."""
+    few = [case for case in router_cases.GPU_CASES if case.tokens in (9, 36)]
+    tiles = [router.tiles_for(case.tokens, case.experts, case.width) for case in few]
+    return [
+        dataclasses.replace(case, name=f"{case.name}, by a warp", tiles=dataclasses.replace(t, spreads_choice=False))
+        for case, t in zip(few, tiles, strict=True)
+    ]
 
 
 def _check(case: RouterCase) -> bool:

@@ -16,7 +16,16 @@ from jax.experimental.mosaic.gpu import utils
 
 from k3jax import moe
 from k3jax.attn_res import DepthWeights
-from k3jax.pallas import attn_res, expert_map, moe_tail, router_counts, router_logits, router_map, router_select
+from k3jax.pallas import (
+    attn_res,
+    expert_map,
+    moe_tail,
+    router_counts,
+    router_logits,
+    router_map,
+    router_select,
+    router_select_cluster,
+)
 
 WIDTH, LATENT, EXPERTS, CHOSEN, LAYERS = 7168, 3584, 896, 16, 3
 
@@ -51,6 +60,13 @@ def select(tokens: int, shares: int = 8) -> str:
     shape = shares, -(-tokens // 8) * 8, EXPERTS
     kernel = router_select.select_kernel(tokens, EXPERTS, CHOSEN, shape, 1.0, True)
     return lowered(kernel, i32(1), array(*shape), array(LAYERS, EXPERTS), i32(tokens))
+
+
+def select_by_block(tokens: int, shares: int = 8) -> str:
+    view = router_select_cluster.view(EXPERTS)
+    shape = shares, -(-tokens // 8) * 8, EXPERTS
+    kernel = router_select_cluster.cluster_select_kernel(tokens, EXPERTS, CHOSEN, shape, 1.0, True)
+    return lowered(kernel, i32(1), array(*shape[:2], *view), array(LAYERS, *view), i32(tokens))
 
 
 def tile_map(tokens: int, num_local: int = EXPERTS) -> str:

@@ -5,17 +5,17 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import moe_lowering
+import mosaic_interpreter
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax import presets
-from k3jax.pallas import router, router_cases, router_counts, router_logits, router_select
+from k3jax.pallas import router, router_cases, router_counts, router_logits, router_select, router_select_cluster
 from k3jax.pallas.router_cases import RouterCase
 from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
 
-INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
+INTERPRETER = mosaic_interpreter.interpreter()
 
 
 def rng() -> np.random.Generator:
@@ -30,16 +30,22 @@ def test_the_kernels_equal_the_oracle_without_races(case, capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("spreads", [False, True], ids=["by a warp", "by a block"])
 @pytest.mark.parametrize(
     ("scale", "bias"), [(20.0, 0.0), (1.0, 1e4), (0.0, 0.0)], ids=["saturated", "extreme bias", "all equal"]
 )
-def test_the_choice_is_by_biased_score_then_by_id(scale, bias, capsys):
+def test_the_choice_is_by_biased_score_then_by_id(scale, bias, spreads, capsys):
     """One token a group is left over; a large bias makes scores equal in float32, and then the lower id wins."""
     shares, tokens, experts, chosen = 2, 5, 256, 8
     logits = (scale * rng().standard_normal((shares, 8, experts))).astype(np.float32)
     biases = (bias * rng().standard_normal((2, experts)).round(1)).astype(np.float32)
-    kernel = router_select.select_kernel(tokens, experts, chosen, logits.shape, 1.0, False, INTERPRETER)
-    ids, weights, marks = jax.jit(kernel)(jnp.array([1], jnp.int32), logits, biases)
+    build, view = router_select.select_kernel, (experts,)
+    if spreads:
+        build, view = router_select_cluster.cluster_select_kernel, router_select_cluster.view(experts)
+    kernel = build(tokens, experts, chosen, logits.shape, 1.0, False, INTERPRETER)
+    ids, weights, marks = jax.jit(kernel)(
+        jnp.array([1], jnp.int32), logits.reshape(*logits.shape[:2], *view), biases.reshape(-1, *view)
+    )
     total = (logits[0] + logits[1])[:tokens]
     wrong, error = router_cases.judge_choice(total, biases[1], np.asarray(ids), np.asarray(weights))
     assert wrong == 0
@@ -84,6 +90,7 @@ def test_logits_lower_for_hopper(tokens):
 
 def test_choice_and_tile_map_lower_for_hopper():
     assert "mosaic_gpu" in moe_lowering.select(9)
+    assert "mosaic_gpu" in moe_lowering.select_by_block(9)
     assert "mosaic_gpu" in moe_lowering.tile_map(144)
 
 
