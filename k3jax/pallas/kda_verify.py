@@ -30,9 +30,13 @@ _MULTIPROCESSORS = 132  # of an H200: so many heads have one each
 
 
 def tiles_for(heads: int) -> VerifyTiles:
-    """Tiles for `heads` heads of all rows together: two share a multiprocessor only where they have to."""
-    warpgroups = 4 if heads <= _MULTIPROCESSORS else 2
-    return VerifyTiles(warpgroups_per_head=warpgroups, lanes_per_row=8, tokens_per_step=3)
+    """Tiles for `heads` heads of all rows together: two share a multiprocessor only where they have to.
+
+    A head alone computes the scores of nine tokens side by side, because nothing else fills the waits between them.
+    """
+    if heads <= _MULTIPROCESSORS:
+        return VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9)
+    return VerifyTiles(warpgroups_per_head=2, lanes_per_row=8, tokens_per_step=3)
 
 
 def kda_verify_reference(

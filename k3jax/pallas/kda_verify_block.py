@@ -235,16 +235,18 @@ def verify_kernel(
                 channel = plgpu.load(ref, layout=layout.reduce(0), optimized=False)
                 return lax.broadcast_in_dim(channel, (MAX_TOKENS, width), (1,))
 
+            at_once = min(tiles.tokens_per_step, tokens)
+
             def columns(step, carry):
-                for offset in range(tiles.tokens_per_step):
-                    j = jnp.minimum(step * tiles.tokens_per_step + offset, MAX_TOKENS - 1)
+                for offset in range(at_once):
+                    j = jnp.minimum(step * at_once + offset, MAX_TOKENS - 1)
                     total, *others = (piece * column(j, first) for first, piece in pieces.items())
                     for product in others:
                         total += product
                     memory.scores[part, j] = jnp.where(token >= j, jnp.sum(total, axis=1), 0.0)
                 return carry
 
-            lax.fori_loop(0, -(-tokens // tiles.tokens_per_step), columns, None)
+            lax.fori_loop(0, -(-tokens // at_once), columns, None)
 
         def fetch_state(own, half: int):
             ref = states.at[layer, slot, head, own, pl.ds(half * _HALF, _HALF)]
