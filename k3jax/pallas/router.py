@@ -84,7 +84,7 @@ def route_parts(
     rows = jnp.pad(hidden, ((0, padding), (0, 0))) if padding else hidden
     multiply = router_logits.logits_kernel(tokens + padding, experts, width, tiles.logits, interpret)
     logits = multiply(layer, rows, weights.router)
-    spreads = tiles.spreads_choice and config.num_experts_per_token in router_select_cluster.CHOICES
+    spreads = tiles.spreads_choice and router_select_cluster.covers(experts, config.num_experts_per_token)
     build, view = router_select.select_kernel, (experts,)
     if spreads:
         build, view = router_select_cluster.cluster_select_kernel, router_select_cluster.view(experts)

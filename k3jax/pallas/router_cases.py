@@ -54,7 +54,7 @@ CASES = (
     RouterCase(
         name="all rows to four experts, chunks, last of four ranks", tokens=6, favourites=4, part=(3, 4), tiles=CHUNKED
     ),
-    RouterCase(name="a block a token, ties, padding", tokens=5, ties=True, dead=(1,), favourites=2, tiles=SPREAD),
+    RouterCase(name="a block a token, ties, padding", tokens=5, experts=256, ties=True, dead=(1,), tiles=SPREAD),
 )
 K3 = RouterCase(name="K3", tokens=1, experts=896, width=7168, chosen=16, latent=3584, tiles=None)
 GPU_CASES = tuple(

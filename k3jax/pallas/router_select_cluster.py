@@ -29,6 +29,11 @@ _STRUCK = jnp.iinfo(jnp.int32).min
 CHOICES = (4, 8, 16)  # experts a token that it covers: ranks are lanes
 
 
+def covers(experts: int, num_chosen: int) -> bool:
+    """Whether layout inference finds layouts for these numbers: not with one chunk of scores."""
+    return experts >= 2 * LANES and num_chosen in CHOICES
+
+
 def view(experts: int) -> tuple[int, int, int]:
     """A row of scores as (chunk, warp, lane)."""
     return experts // LANES, lines.WARPS, lines.LANES
@@ -39,7 +44,7 @@ def _layouts(chunks: int, num_chosen: int):
     scores = plgpu.Layout.TILED(
         plgpu.Tiling(((chunks, lines.WARPS, lines.LANES), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
     )
-    seconds = min(num_chosen, lines.LANES // num_chosen)  # lanes that share a first candidate
+    seconds = 2  # lanes that share a first candidate
     spare = lines.LANES // (num_chosen * seconds)
     lists = num_chosen, lines.WARPS
     pairs = plgpu.Layout.TILED(
@@ -78,7 +83,7 @@ def cluster_select_kernel(
 
     Its marks are [groups, columns, 4, 32], the same bytes.
     """
-    assert num_chosen in CHOICES
+    assert covers(experts, num_chosen)
     groups, _, columns = mark_shape(tokens, experts)
     chunks = experts // LANES
     layout, pairs, of_ranks = _layouts(chunks, num_chosen)
