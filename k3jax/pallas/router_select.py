@@ -4,8 +4,8 @@
 
 A block of one warpgroup serves four tokens, one a warp, so every reduction stays inside a warp. Scores are compared as
 integers in the order of their floats: there a maximum over a warp is one instruction. A round takes the largest score,
-then the lowest id that has it, and strikes that out: no sort, and ties cannot depend on anything. Few tokens get a block
-each instead: `router_select_cluster`.
+then the lowest id that has it, and strikes that out: no sort, and ties cannot depend on anything. Few tokens get a
+block each instead: `router_select_cluster`.
 
 Besides ids and weights it leaves marks for the tile map: one byte for four tokens and an expert, which of the four
 chose it in the low half and how many in the high half.
