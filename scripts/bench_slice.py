@@ -22,7 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from slice_bench.parts import parts, time_part  # noqa: E402
+from bench.turns import alone  # noqa: E402
+from slice_bench.parts import depth_bank, parts, time_part  # noqa: E402
 from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
 
 from k3jax import cache, params  # noqa: E402
@@ -121,10 +122,11 @@ def print_parts(program: StepProgram, weights: Any, ops: dispatch.Ops, args: arg
     del rows
     for tokens in (*batches, args.prompt):
         x = jax.random.normal(jax.random.key(tokens), (tokens, program.config.hidden_size)).astype(program.dtype)
+        weights = weights | {"bank": depth_bank(x)}
         for part in parts(program.config, tokens, args.prompt, ops):
             if args.experts == "stub" and part.name == "routed experts":
                 continue
-            took = time_part(part, x, weights, pools)
+            took, pools = time_part(part, x, weights, pools)
             emit(part=part.name, tokens=tokens, us=took, floor_us=part.floor_us, times_floor=took / part.floor_us)
 
 
@@ -144,7 +146,8 @@ def run_engine(program: StepProgram, weights: Any, args: argparse.Namespace, bat
     )
     random = np.random.default_rng(0)
     for turn, batch in enumerate([batches[0], *batches]):
-        first, between, seconds = serve(loop, random, batch, args, f"{turn}")
+        with alone():
+            first, between, seconds = serve(loop, random, batch, args, f"{turn}")
         if turn:  # the first is a warm-up
             emit(
                 batch=batch,

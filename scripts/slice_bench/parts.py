@@ -7,6 +7,7 @@ and no launch is timed by the host. Floors use what an H200 was measured to do: 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from bench.turns import alone
 
-from k3jax import attn_res, cache, kda, kda_serving, mla, mla_serving, model, moe
+from k3jax import cache, kda, kda_serving, mla, mla_serving, model, moe
 from k3jax.config import K3Config
 from k3jax.pallas.dispatch import Ops
 from k3jax.sharding.collectives import SINGLE
@@ -23,15 +25,19 @@ from k3jax.sharding.collectives import SINGLE
 READ_BYTES_PER_S = 4.27e12
 FLOP_PER_S = 790e12
 STATE_HEAD_BYTES = 128 * 128 * 4
+_SOURCES = 5  # of AttnRes: the mean number of candidates over K3's 93 layers
+_SMALL_ROWS = 64
+_SMALL_ROUNDS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """`run(weights, pools, layer, x)` maps hidden rows [T, D] to something of that shape, for each of `num_layers`."""
+    """`run(weights, pools, layer, x)` maps hidden rows [T, D] to something of that shape and the pools as it leaves
+    them, for each of `num_layers`."""
 
     name: str
     num_layers: int
-    run: Callable[[Any, cache.Pools, int, Any], Any]
+    run: Callable[[Any, cache.Pools, int, Any], tuple[Any, cache.Pools]]
     floor_us: float
 
 
@@ -66,7 +72,7 @@ def parts(config: K3Config, rows: int, context: int, ops: Ops) -> list[Part]:
     add(
         "KDA projections",
         len(config.kda_layers),
-        lambda w, p, i, x: _kda_projections(of(w, "kda", i), x, config),
+        lambda w, p, i, x: (_kda_projections(of(w, "kda", i), x, config), p),
         gemm(rows, *kda_projection),
     )
     add(
@@ -86,7 +92,7 @@ def parts(config: K3Config, rows: int, context: int, ops: Ops) -> list[Part]:
     add(
         "MLA projections",
         len(config.mla_layers),
-        lambda w, p, i, x: _mla_projections(of(w, "mla", i), x, config),
+        lambda w, p, i, x: (_mla_projections(of(w, "mla", i), x, config), p),
         gemm(rows, *mla_projection),
     )
     if is_prefill:
@@ -96,13 +102,13 @@ def parts(config: K3Config, rows: int, context: int, ops: Ops) -> list[Part]:
     add(
         "MLA attention",
         len(config.mla_layers),
-        lambda w, p, i, x: _mla_attention(of(w, "mla", i), x, p, i, config, ops, context, is_prefill),
+        lambda w, p, i, x: (_mla_attention(of(w, "mla", i), x, p, i, config, ops, context, is_prefill), p),
         mla_floor,
     )
     add(
         "router",
         config.num_moe_layers,
-        lambda w, p, i, x: _router(moe.RouterWeights.of(w["moe"], i), x, config, ops),
+        lambda w, p, i, x: (_router(moe.RouterWeights.of(w["moe"], i), x, config, ops), p),
         gemm(rows, (896, hidden)),
     )
     hit = config.num_experts * (1 - (1 - config.num_experts_per_token / config.num_experts) ** rows)
@@ -110,41 +116,54 @@ def parts(config: K3Config, rows: int, context: int, ops: Ops) -> list[Part]:
     add(
         "routed experts",
         config.num_moe_layers,
-        lambda w, p, i, x: _experts(moe.Stacks(w["moe"], i), x, config, ops),
+        lambda w, p, i, x: (_experts(moe.Stacks(w["moe"], i), x, config, ops), p),
         floor_us(expert_bytes, rows * config.num_experts_per_token * 6 * latent * inter),
     )
     add(
         "latent projections and shared expert",
         config.num_moe_layers,
-        lambda w, p, i, x: _latents_and_shared(of(w, "moe", i), x, config),
+        lambda w, p, i, x: (_latents_and_shared(of(w, "moe", i), x, config), p),
         gemm(rows, (latent, hidden), (hidden, latent), (3 * config.shared_intermediate_size, hidden)),
     )
-    sources = 5  # the mean number of candidates over K3's 93 layers
     add(
-        f"AttnRes mix and norm, {sources} candidates",
+        f"AttnRes mix and norm, {_SOURCES} candidates",
         config.num_hidden_layers,
-        lambda w, p, i, x: _depth_mix(of(w, "block", i), x, sources, config),
-        floor_us((sources + 1) * rows * hidden * 2, 0),
+        lambda w, p, i, x: (_depth_mix(w, i, x, config, ops), p),
+        floor_us((_SOURCES + 1) * rows * hidden * 2, 0),
     )
     return found
 
 
-def time_part(part: Part, x: Any, weights: Any, pools: Any, repeats: int = 7) -> float:
-    """Median microseconds of one layer's part."""
+def depth_bank(x: Any) -> list[Any]:
+    """Snapshots for AttnRes, which it finds among the weights as `bank`."""
+    return [x * (1 + 0.1 * number) for number in range(_SOURCES - 1)]
+
+
+def time_part(part: Part, x: Any, weights: Any, pools: cache.Pools, repeats: int = 7) -> tuple[float, cache.Pools]:
+    """Median microseconds of one layer's part, and the pools, which are consumed. Small parts go round several times
+    in one program: the host takes longer to launch it than a GPU to run one round."""
+    rounds = _SMALL_ROUNDS if x.shape[0] <= _SMALL_ROWS and jax.default_backend() == "gpu" else 1
+
+    def one_round(_, state, weights):
+        x, pools = state
+        for layer in range(part.num_layers):
+            out, pools = part.run(weights, pools, layer, x)
+            x = x + 1e-3 * out.astype(x.dtype)
+        return x, pools
 
     def run(x, weights, pools):
-        for layer in range(part.num_layers):
-            x = x + 1e-3 * part.run(weights, pools, layer, x).astype(x.dtype)
-        return x
+        body = functools.partial(one_round, weights=weights)
+        return jax.lax.fori_loop(0, rounds, body, (x, pools)) if rounds > 1 else body(0, (x, pools))
 
-    program = jax.jit(run).lower(x, weights, pools).compile()
-    jax.block_until_ready(program(x, weights, pools))
+    program = jax.jit(run, donate_argnums=2).lower(x, weights, pools).compile()
+    _, pools = jax.block_until_ready(program(x, weights, pools))
     times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(program(x, weights, pools))
-        times.append(time.perf_counter() - started)
-    return 1e6 * statistics.median(times) / part.num_layers
+    with alone():
+        for _ in range(repeats):
+            started = time.perf_counter()
+            _, pools = jax.block_until_ready(program(x, weights, pools))
+            times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times) / (part.num_layers * rounds), pools
 
 
 def _to_hidden(values, hidden: int):
@@ -170,11 +189,11 @@ def _kda_mixer(params, x, pools, layer, config, ops, is_prefill):
     )
     if not is_prefill:
         slots = jnp.arange(1, rows + 1)
-        out, _ = ops.kda_decode(params, projected, pools, layer, slots, jnp.ones(rows, bool), config)
-        return _to_hidden(out, x.shape[-1])
+        out, pools = ops.kda_decode(params, projected, pools, layer, slots, jnp.ones(rows, bool), config)
+        return _to_hidden(out, x.shape[-1]), pools
     padded = jax.tree.map(lambda a: jnp.pad(a, ((0, kda.CHUNK), *((0, 0),) * (a.ndim - 1))), projected)
-    out, _ = ops.kda_prefill(params, padded, pools, layer, _one_chunk(rows), jnp.zeros_like(padded.gate), config)
-    return _to_hidden(out[:rows], x.shape[-1])
+    out, pools = ops.kda_prefill(params, padded, pools, layer, _one_chunk(rows), jnp.zeros_like(padded.gate), config)
+    return _to_hidden(out[:rows], x.shape[-1]), pools
 
 
 def _one_chunk(tokens: int) -> kda_serving.Chunks:
@@ -240,7 +259,6 @@ def _latents_and_shared(params, x, config):
     return moe.feed_forward(params, x, config, SINGLE, None, no_experts)
 
 
-def _depth_mix(params, x, sources, config):
-    bank = [x * (1 + 0.1 * i) for i in range(sources - 1)]
-    mixed = attn_res.mix(bank, x, params["attn_res_norm"], params["attn_res_proj"], config.rms_norm_eps)
-    return model.rms_norm(mixed, params["attn_norm"], config.rms_norm_eps)
+def _depth_mix(weights, layer, x, config, ops):
+    depth = model.ffn_depth_weights(weights)
+    return ops.depth_mix(layer, weights["bank"], x, None, depth, config.rms_norm_eps).normed
