@@ -148,14 +148,25 @@ class StepProgram:
         return self.lower(shape).compile()
 
     def lower(self, shape: StepShape) -> jax.stages.Lowered:
-        """Lower a bucket for the server: unlike those of `function` its outputs are one vector, see `output_fields`."""
-        function, fields = self.function(shape), self.output_fields(shape)
+        """Lower a bucket for the server: unlike those of `function` its outputs are one vector, see `output_fields`.
 
-        def packed_step(*operands):
-            pools, rows, outputs = function(*operands)
-            return pools, rows, step_outputs.pack(outputs, fields)
+        On a GPU that vector takes the place of the inputs', which holds nothing else in between. It lies elsewhere in
+        every step, and each kernel that touches it costs the host an update of the command buffer.
+        """
+        function, fields, size = self.function(shape), self.output_fields(shape), self.vector_size(shape)
 
-        return jax.jit(packed_step, donate_argnums=(1, 2)).lower(*self.operands(shape))
+        def packed_step(params, pools, rows, packed, extras):
+            pools, rows, outputs = function(params, pools, rows, packed, extras)
+            return pools, rows, step_outputs.in_place_of(packed, step_outputs.pack(outputs, fields, size))
+
+        params, pools, rows, _, extras = self.operands(shape)
+        packed = self._placed(jax.ShapeDtypeStruct((size,), jnp.int32), REPLICATED)
+        donated = (1, 2, 3) if self.platform == "gpu" else (1, 2)  # a CPU's may be the host's own memory
+        return jax.jit(packed_step, donate_argnums=donated).lower(params, pools, rows, packed, extras)
+
+    def vector_size(self, shape: StepShape) -> int:
+        """Length of a compiled bucket's vector of inputs, and of that of its outputs."""
+        return max(packed_size(shape), step_outputs.packed_size(self.output_fields(shape)))
 
     def operands(self, shape: StepShape) -> tuple:
         """Abstract operands of a bucket, with shardings."""

@@ -87,6 +87,7 @@ class StepInputs(NamedTuple):
     num_copies: Leaf  # []
     num_drafts: Leaf  # [] that all decode rows may verify together
     is_drafting: Leaf  # [] 1: the draft model proposes for the next step
+    has_context: Leaf  # [] 0: decoded tokens become zeros to the draft model, which saves the products of its context
     copy_sources: Leaf  # [C] slots, copied one after the other before anything else
     copy_targets: Leaf  # [C]
     lane_rows: Leaf  # [R]
@@ -127,6 +128,7 @@ def layout(shape: StepShape) -> dict[str, tuple[int, ...]]:
         "num_copies": (),
         "num_drafts": (),
         "is_drafting": (),
+        "has_context": (),
         "copy_sources": (shape.max_copies,),
         "copy_targets": (shape.max_copies,),
         "lane_rows": rows,
@@ -164,13 +166,23 @@ def neutral(shape: StepShape, null_row: int) -> StepInputs:
     return fields
 
 
-def pack(inputs: StepInputs) -> np.ndarray:
-    """One vector for one transfer."""
-    return np.concatenate([np.asarray(field, np.int32).ravel() for field in inputs])
+def pack(inputs: StepInputs, size: int = 0) -> np.ndarray:
+    """One vector for one transfer, for `unpack`: its bits are inverted. It is at least `size` long."""
+    fields = [np.asarray(field, np.int32).ravel() for field in inputs]
+    used = sum(map(len, fields))
+    vector = np.zeros(max(used, size), np.int32)
+    np.concatenate(fields, out=vector[:used])
+    return np.invert(vector, out=vector)
 
 
 def unpack(vector: jax.Array, shape: StepShape) -> StepInputs:
-    """Static slices of the vector, in the program."""
+    """Static slices of the vector, in the program.
+
+    The vector lies elsewhere in every step, and a GPU's command buffer is rewritten wherever it names something that
+    has moved. So one kernel copies it to where the program keeps its values, and nothing else reads it. A plain copy
+    would be optimised away, inverting the bits is not.
+    """
+    vector = lax.optimization_barrier(~vector)
     fields, start = [], 0
     for field in layout(shape).values():
         size = int(np.prod(field, dtype=np.int64))

@@ -18,6 +18,7 @@ from k3jax.step import StepOutputs
 from k3jax.step_inputs import StepShape
 
 Outputs = StepOutputs | VerifyOutputs
+_NEVER = np.int32(1)  # as the first word of inputs, whose bits are inverted: no number of rows is below zero
 
 
 def layout(shape: StepShape, config: K3Config, dtype, drafting: Drafting | None) -> Outputs:
@@ -50,13 +51,32 @@ def layout(shape: StepShape, config: K3Config, dtype, drafting: Drafting | None)
     )
 
 
-def pack(outputs: Outputs, fields: Outputs) -> jax.Array:
-    """The fields one after the other, in the program. Raises `ValueError` where they are not as `fields` says."""
+def packed_size(fields: Outputs) -> int:
+    """Length of the vector."""
+    return sum(map(_num_words, fields))
+
+
+def _num_words(field: jax.ShapeDtypeStruct) -> int:
+    is_float = np.issubdtype(field.dtype, np.floating)
+    return math.prod(field.shape) * (np.dtype(field.dtype).itemsize // 4 if is_float else 1)
+
+
+def pack(outputs: Outputs, fields: Outputs, size: int = 0) -> jax.Array:
+    """The fields one after the other, in the program, and zeros behind them if `size` is longer. Raises `ValueError`
+    where they are not as `fields` says."""
     for name, value, field in zip(fields._fields, outputs, fields, strict=True):
         is_float = jnp.issubdtype(field.dtype, jnp.floating)
         if value.shape != field.shape or (is_float and value.dtype != field.dtype):
             raise ValueError(f"{name} is {value.dtype}{value.shape}, the host reads {field.dtype}{field.shape}")
-    return jnp.concatenate([_words(value) for value in outputs])
+    padding = jnp.zeros(max(0, size - packed_size(fields)), jnp.int32)
+    return jnp.concatenate([*map(_words, outputs), padding])
+
+
+def in_place_of(inputs: jax.Array, vector: jax.Array) -> jax.Array:
+    """`vector`, and XLA has to take it that the last kernel reads `inputs`: so their memory is kept for it, where
+    otherwise whatever fits would be put in between."""
+    first = lax.optimization_barrier(inputs)[0]
+    return jnp.where(first == _NEVER, inputs, lax.optimization_barrier(vector))
 
 
 def _words(value: jax.Array) -> jax.Array:
@@ -69,7 +89,7 @@ def unpack(vector: np.ndarray, fields: Outputs) -> Outputs:
     found, start = [], 0
     for field in fields:
         is_float = np.issubdtype(field.dtype, np.floating)
-        end = start + math.prod(field.shape) * (np.dtype(field.dtype).itemsize // 4 if is_float else 1)
+        end = start + _num_words(field)
         part = vector[start:end]
         found.append(
             (part.view(field.dtype) if is_float else part.astype(field.dtype, copy=False)).reshape(field.shape)

@@ -193,7 +193,7 @@ class DeviceExecutor:
             plan, shape, self._program.cache_shape, has_draft_model=self.limits.draft_tokens > 0
         )
         page_pieces = list(executor_plan.page_pieces(plan, self._program.cache_shape))
-        packed = pack(inputs)
+        packed = pack(inputs, self._program.vector_size(shape))
         try:
             extras = self._extras(plan, shape)
         except jax.errors.JaxRuntimeError as error:
@@ -386,7 +386,8 @@ class DeviceExecutor:
         """Run every program once on nothing: first calls allocate, load modules and build graphs."""
         for step, shape in enumerate(self._shapes):
             inputs = executor_plan.fill(StepPlan(step=step), shape, self._program.cache_shape)
-            jax.block_until_ready(self._dispatch(shape, pack(inputs), self._neutral[shape.rows]))
+            packed = pack(inputs, self._program.vector_size(shape))
+            jax.block_until_ready(self._dispatch(shape, packed, self._neutral[shape.rows]))
 
     def _extras(self, plan: StepPlan, shape: StepShape) -> StepExtras:
         extras = self._neutral[shape.rows]

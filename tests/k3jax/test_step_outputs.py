@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax import step_outputs
+from k3jax import step_inputs, step_outputs
 from k3jax.draft_state import Drafting
 from k3jax.step_inputs import StepShape
 from tests.k3jax.draft_models import draft_config
@@ -57,3 +57,25 @@ def test_what_the_host_would_misread_is_refused_when_the_program_is_made(name, c
     values = values_of(fields)
     with pytest.raises(ValueError, match=name):
         step_outputs.pack(values._replace(**{name: change(getattr(values, name))}), fields)
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_vector_longer_than_its_fields_carries_them(size):
+    fields = fields_of(DRAFTS, jnp.bfloat16)
+    values = values_of(fields)
+    shape = StepShape(rows=ROWS, prefill_tokens=16, drafts=DRAFTS)
+    inputs = step_inputs.neutral(shape, null_row=ROWS)
+    inputs.tokens[...] = np.arange(16)
+
+    @jax.jit
+    def run(packed, outputs):
+        outputs = step_outputs.pack(outputs, fields, size)
+        return step_inputs.unpack(packed, shape), step_outputs.in_place_of(packed[: outputs.shape[0]], outputs)
+
+    packed = step_inputs.pack(inputs, max(size, step_outputs.packed_size(fields)))
+    seen, vector = run(packed, values)
+    assert vector.shape == (max(size, step_outputs.packed_size(fields)),)
+    for name, value, got in zip(fields._fields, values, step_outputs.unpack(np.asarray(vector), fields), strict=True):
+        assert got.tobytes() == value.tobytes(), name
+    for name, value, got in zip(inputs._fields, inputs, seen, strict=True):
+        np.testing.assert_array_equal(got, value, err_msg=name)
