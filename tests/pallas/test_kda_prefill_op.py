@@ -15,7 +15,7 @@ from k3jax import kda, kda_serving, presets, program_text
 from k3jax.cache import Pools
 from k3jax.pallas import kda_prefill_op
 from k3jax.pallas.kda_cases import relative_error
-from k3jax.pallas.kda_prefill_op_cases import CASES, OpCase, OpInputs, draw, judge, oracle, pieces
+from k3jax.pallas.kda_prefill_op_cases import CASES, GPU_CASES, OpCase, OpInputs, draw, judge, oracle, pieces
 from k3jax.pallas.kda_prefill_op_runs import CONFIG, changes_no_bit, params_of, run, run_case
 
 LENGTH = 130
@@ -68,6 +68,14 @@ def test_the_op_equals_the_oracle_without_races(op, case, capsys):
     verdict = run_case(op, case, np.random.default_rng())
     assert verdict.passed, verdict
     assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_key_over_and_over_stays_as_accurate_however_long(make_op):
+    """D02, ten tiles of it; the GPU check has 16,384 tokens."""
+    (case,) = (case for case in GPU_CASES if case.keys == "same")
+    verdict = run_case(make_op(detect_races=False), dataclasses.replace(case, lengths=(640,)), np.random.default_rng())
+    assert verdict.passed, verdict
 
 
 @pytest.mark.slow
