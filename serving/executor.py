@@ -144,6 +144,7 @@ class DeviceExecutor:
             rows: program.neutral_extras(program.shape_of(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
         }
         self._fields = {shape: program.output_fields(shape) for shape in self._shapes}
+        self._vector_sizes = {shape: program.vector_size(shape) for shape in self._shapes}
         self._fresh_state = self._compile_fresh_state()
         self._pools, self._rows = self._fresh_state()
         self._dispatcher = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
@@ -193,7 +194,7 @@ class DeviceExecutor:
             plan, shape, self._program.cache_shape, has_draft_model=self.limits.draft_tokens > 0
         )
         page_pieces = list(executor_plan.page_pieces(plan, self._program.cache_shape))
-        packed = pack(inputs, self._program.vector_size(shape))
+        packed = pack(inputs, self._vector_sizes[shape])
         try:
             extras = self._extras(plan, shape)
         except jax.errors.JaxRuntimeError as error:
@@ -386,7 +387,7 @@ class DeviceExecutor:
         """Run every program once on nothing: first calls allocate, load modules and build graphs."""
         for step, shape in enumerate(self._shapes):
             inputs = executor_plan.fill(StepPlan(step=step), shape, self._program.cache_shape)
-            packed = pack(inputs, self._program.vector_size(shape))
+            packed = pack(inputs, self._vector_sizes[shape])
             jax.block_until_ready(self._dispatch(shape, packed, self._neutral[shape.rows]))
 
     def _extras(self, plan: StepPlan, shape: StepShape) -> StepExtras:
