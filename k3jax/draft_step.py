@@ -1,7 +1,7 @@
 """The serving step with a draft model: verify the last block of drafts, commit what is accepted, draft the next block.
 
 In a bucket without drafts (`StepShape.drafts` 0, no prefill) the draft model rests: decode rows bring one token each
-and go through the ops of a step without a draft model, and only their context is kept for when it runs again.
+and go through the ops of a step without a draft model, and only their context is kept for when it runs again, if that.
 
 All of it is one program. The rows' drafts were drawn by the step before and wait on the device; the target runs over
 them and over the chunks of prompts; acceptance says how far each row comes; the replay commit brings its KDA state
@@ -11,6 +11,7 @@ block pass draws the drafts of the next step from the token just chosen.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -98,7 +99,7 @@ def step(
         pools, boundary = _commit_state(params, out.pools, rows, inputs, where, accepted, config, shape, ops)
         rows = _commit_rows(rows, inputs, where, accepted, null_row, parallel)
     with jax.named_scope("draft_context"):
-        pools = _write_context(params, pools, writes, where, out.taps, drafting, shape)
+        pools = _write_context(params, pools, inputs, writes, where, out.taps, drafting, shape)
     if shape.drafts:
         with jax.named_scope("draft"):
             rows = _propose(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel)
@@ -234,22 +235,31 @@ def _commit_rows(rows: Rows, inputs: StepInputs, where: VerifyGeometry, accepted
     )
 
 
-def _write_context(params, pools: Pools, writes: PageWrites, where: VerifyGeometry, taps, drafting: Drafting, shape):
-    """Keys and values of every token of the step, accepted or not: what lies beyond a row's length is never read."""
+def _write_context(params, pools: Pools, inputs, writes: PageWrites, where: VerifyGeometry, taps, drafting, shape):
+    """Keys and values of every token of the step, accepted or not: what lies beyond a row's length is never read.
+
+    A decode step that is to go without them writes zeros, so that no draft ever depends on what a page held before.
+    """
     tokens = where.tokens
 
     def entries_of(positions, *taps):
         joined = jnp.concatenate(taps, axis=-1)
         return draft_context.context_entries(params["draft"], joined, positions, drafting.config)
 
-    entries = step_layers.tiled(
-        entries_of,
-        (tokens.token_position, *taps),
-        end=tokens.end,
-        tile=shape.token_tile,
-        num_tokens=shape.num_tokens,
-    )
-    draft = draft_context.write_context(pools.draft, entries, writes.page, writes.offset, writes.live)
+    def entries():
+        return step_layers.tiled(
+            entries_of,
+            (tokens.token_position, *taps),
+            end=tokens.end,
+            tile=shape.token_tile,
+            num_tokens=shape.num_tokens,
+        )
+
+    if not shape.prefill_tokens:
+        found = jax.eval_shape(entries)
+        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
+        entries = functools.partial(lax.cond, inputs.has_context > 0, entries, zeros)
+    draft = draft_context.write_context(pools.draft, entries(), writes.page, writes.offset, writes.live)
     return pools._replace(draft=draft)
 
 

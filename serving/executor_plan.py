@@ -127,6 +127,7 @@ def _draft(inputs: StepInputs, plan: StepPlan, lanes: Sequence[int], shape: Step
     if not 0 <= plan.num_drafts <= most:
         raise StepRejected(f"{plan.num_drafts} drafts are to be verified, {len(plan.decode_rows)} rows have {most}")
     inputs.num_drafts[...], inputs.is_drafting[...] = plan.num_drafts, plan.is_drafting
+    inputs.has_context[...] = plan.has_draft_context
     for mask in plan.token_masks:
         if mask.row in lanes:
             inputs.lane_is_masked[lanes.index(mask.row)] = 1

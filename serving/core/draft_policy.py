@@ -7,7 +7,8 @@ are made only where that beats steps without any.
 
 The draft's own confidence is not trusted blindly: it is scaled by what was accepted lately over what it had promised,
 position by position. So a draft that is of no use ends unverified, whatever it says of itself. It is tried again now
-and then, for at most one hundredth of the time.
+and then, for at most one hundredth of the time. After some tries in vain it is not even told what is decoded: that is
+products in every step. Prompts it still sees, so that with new requests it is tried fairly.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from serving.core.types import ExecutorLimits
 _WINDOW = 128  # rows with drafts verified, over which acceptance is remembered
 _PRIOR = 0.5  # drafts of a position taken as tried and accepted beforehand
 _TRIAL_SHARE = 0.01  # of the time, for drafts that do not seem to pay
+_TRIALS_IN_VAIN = 3  # one after the other, the last of which may not be read yet
 
 
 class DraftChoice(NamedTuple):
@@ -31,6 +33,7 @@ class DraftChoice(NamedTuple):
 
     num_drafts: int
     is_drafting: bool
+    has_context: bool = True  # later drafts see what the step decodes
 
 
 class AcceptanceEstimate:
@@ -109,6 +112,7 @@ class DraftPolicy:
         self._estimate = AcceptanceEstimate(limits.draft_tokens)
         self._is_drafting = True
         self._trial_s = 0.0  # saved up for drafts that do not seem to pay
+        self._num_trials = 0  # since drafts last seemed to pay
         self._known = _Known(-1, (), (), {}, {})
 
     def most_drafts(self, request: LiveRequest) -> int:
@@ -124,6 +128,12 @@ class DraftPolicy:
             return DraftChoice(min(room, held), True)
         if not requests:
             return DraftChoice(0, self._is_drafting)
+        choice = self._choose(requests, room)
+        self._num_trials = 0 if self._is_drafting else self._num_trials
+        is_in_vain = self._num_trials >= _TRIALS_IN_VAIN and not choice.is_drafting
+        return choice._replace(has_context=not is_in_vain)
+
+    def _choose(self, requests: Sequence[LiveRequest], room: int) -> DraftChoice:
         num_rows = len(requests)
         chances = self._chances(requests)
         held, possible = chances.held, chances.possible
@@ -144,6 +154,7 @@ class DraftPolicy:
         if not held:
             return DraftChoice(0, True)  # to be tried in the next step
         self._trial_s = 0.0
+        self._num_trials += 1
         return DraftChoice(min(room, self._most, len(held)), self._is_drafting)
 
     def note_step(self) -> None:

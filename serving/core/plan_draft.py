@@ -59,6 +59,7 @@ class VerifyDraft:
 
     num_drafts: int  # that they verify together
     is_drafting: bool
+    has_context: bool = True  # later drafts see what the decodes write
     each: list[int] = dataclasses.field(default_factory=list)  # that each of them may verify at most
     crossings: list[DraftCrossing] = dataclasses.field(default_factory=list)
 
@@ -73,7 +74,11 @@ class VerifyDraft:
         """Say all this in `plan`."""
         slots = [BoundarySlot(row_of(crossing.request), crossing.slot) for crossing in self.crossings]
         return dataclasses.replace(
-            plan, num_drafts=self.num_drafts, is_drafting=self.is_drafting, boundary_slots=tuple(slots)
+            plan,
+            num_drafts=self.num_drafts,
+            is_drafting=self.is_drafting,
+            has_draft_context=self.has_context or bool(plan.chunks),
+            boundary_slots=tuple(slots),
         )
 
 

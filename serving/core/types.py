@@ -176,6 +176,8 @@ class StepPlan:
     # none of a row with a token mask. The pages of a row cover them all.
     num_drafts: int = 0
     is_drafting: bool = True  # False: the draft model does not run, the rows have nothing to verify in the next step
+    # False: later drafts see nothing of what is decoded in this step. For decode steps that do not draft.
+    has_draft_context: bool = True
     boundary_slots: tuple[BoundarySlot, ...] = ()
 
 

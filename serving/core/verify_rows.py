@@ -25,7 +25,9 @@ def plan_verifies(state: SchedulerState, draft: PlanDraft) -> None:
     candidates = tuple(state.decoding)
     num_rows = min(len(candidates), most)
     choice = state.drafting.choose(candidates[:num_rows], _room_for_drafts(state, draft, num_rows))
-    verify = draft.verify = VerifyDraft(num_drafts=choice.num_drafts, is_drafting=choice.is_drafting)
+    verify = draft.verify = VerifyDraft(
+        num_drafts=choice.num_drafts, is_drafting=choice.is_drafting, has_context=choice.has_context
+    )
     each = min(state.limits.draft_tokens, choice.num_drafts)
     for request in candidates:
         if len(decodes) == most:

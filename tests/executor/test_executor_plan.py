@@ -255,3 +255,10 @@ def test_a_bucket_without_drafts_takes_only_steps_that_neither_verify_nor_make_a
     assert chosen(num_drafts=0, is_drafting=True) == full
     assert chosen(num_drafts=2, is_drafting=False) == full
     assert buckets(8, 64, rests=True) == buckets(8, 64)
+
+
+@pytest.mark.parametrize("has_context", [True, False])
+def test_the_device_is_told_whether_later_drafts_see_what_is_decoded(has_context):
+    shape = StepShape(rows=8, prefill_tokens=0)
+    plan = StepPlan(step=0, decode_rows=(0, 1), is_drafting=False, has_draft_context=has_context)
+    assert executor_plan.fill(plan, shape, CACHE, has_draft_model=True).has_context == has_context

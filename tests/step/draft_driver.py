@@ -81,6 +81,7 @@ class DraftSession(Session):
         end: Mapping[int, int] | None = None,
         may_draft: Mapping[int, bool] | None = None,
         is_drafting: bool = True,
+        has_context: bool = True,
         edit=None,
     ) -> dict[int, Verified]:
         """One step; results by row. `boundary` are spare slots by row, `end` and `may_draft` those of rows admitted
@@ -90,7 +91,7 @@ class DraftSession(Session):
         lanes = [*decode, *(chunk.request for chunk in chunks)]
         inputs.num_decode[...], inputs.num_chunks[...] = len(decode), len(chunks)
         inputs.num_drafts[...] = most * len(decode) if num_drafts is None else num_drafts
-        inputs.is_drafting[...] = is_drafting
+        inputs.is_drafting[...], inputs.has_context[...] = is_drafting, has_context
         inputs.lane_rows[: len(lanes)] = [request.row for request in lanes]
         for i, request in enumerate(lanes):
             inputs.lane_is_masked[i] = request.row in (force or {})

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from k3jax.cache import PAGE_SIZE
 from k3jax.draft_state import Rollback
 from k3jax.step_inputs import StepShape
 from tests.k3jax.golden_data import mini_config, random_params
@@ -194,6 +195,32 @@ def test_a_step_that_drafts_nothing_leaves_nothing_to_verify():
     result = session.verify([one])[one.row]
     assert result.num_drafted == 0
     assert len(session.drafts(one)) == 5
+
+
+def test_tokens_decoded_without_context_are_zeros_to_the_draft_model():
+    """Whatever stood in the page before; and the target sees no difference."""
+    tokens, entries = {}, {}
+    for has_context in (True, False):
+        one, prompted, session = request(), DraftSession(machine(5)), DraftSession(machine(5), prefill_tokens=0)
+        prompted.start(one, PROMPT)
+        places = [(one.pages[at // PAGE_SIZE], at % PAGE_SIZE) for at in range(one.length, one.length + 3)]
+        pool = np.array(prompted.pools.draft.entries)
+        for page, offset in places:
+            pool[:, page, offset] = np.nan
+        with session.machine.types():
+            draft = prompted.pools.draft._replace(entries=jax.device_put(pool, prompted.pools.draft.entries.sharding))
+        session.rows, session.pools = prompted.rows, prompted.pools._replace(draft=draft)
+        told = []
+        for _ in places:
+            told += session.verify([one], num_drafts=0, is_drafting=False, has_context=has_context)[one.row].tokens
+        pool = np.array(session.pools.draft.entries)
+        tokens[has_context], entries[has_context] = told, np.stack([pool[:, page, at] for page, at in places])
+        session.verify([one], num_drafts=0)
+        assert len(session.drafts(one)) == 5
+        assert np.isfinite(np.array(session.rows.drafts.survival)[one.row]).all()
+    assert tokens[True] == tokens[False] == alone()[0][1:4]
+    assert np.isfinite(entries[True]).all() and np.all(np.any(entries[True] != 0, axis=-1))
+    assert np.all(entries[False] == 0)
 
 
 def test_rejected_records_are_never_read():
