@@ -57,6 +57,14 @@ def load_or_compile(
     return compiled, False
 
 
+def load_again(compiled: jax.stages.Compiled, program: StepProgram) -> jax.stages.Compiled:
+    """The same program as another executable, which on a GPU has command buffers of its own. Raises what JAX raises."""
+    devices = list(program.mesh.devices.flat)
+    return serialize_executable.deserialize_and_load(
+        *serialize_executable.serialize(compiled), execution_devices=devices
+    )
+
+
 _here = threading.local()
 
 

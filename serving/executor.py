@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from k3jax.cache import Pools, Rows
 from k3jax.page_tables import CachedPages
 from k3jax.pallas.dispatch import Choice
-from k3jax.program_cache import load_or_compile
+from k3jax.program_cache import load_again, load_or_compile
 from k3jax.programs import REPLICATED, StepProgram
 from k3jax.step import StepExtras
 from k3jax.step_inputs import StepShape, pack
@@ -140,6 +140,7 @@ class DeviceExecutor:
             shapes = executor_plan.buckets_for(program, limits.num_rows, limits.max_step_tokens)
         self._shapes = tuple(shapes)
         self._compiled, self.compile_report = self._compile_all(progress)
+        self._num_dispatched = 0
         self._neutral = {
             rows: program.neutral_extras(program.shape_of(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
         }
@@ -250,7 +251,10 @@ class DeviceExecutor:
         self._dispatcher.submit(run)
 
     def _dispatch(self, shape: StepShape, packed: np.ndarray, extras: StepExtras) -> jax.Array:
-        self._pools, self._rows, outputs = self._compiled[shape](self._params, self._pools, self._rows, packed, extras)
+        executables = self._compiled[shape]
+        self._num_dispatched += 1
+        run = executables[self._num_dispatched % len(executables)]
+        self._pools, self._rows, outputs = run(self._params, self._pools, self._rows, packed, extras)
         return outputs
 
     def _fetch(self, outputs: jax.Array) -> np.ndarray:
@@ -344,16 +348,17 @@ class DeviceExecutor:
         for array in jax.tree.leaves((self._pools, self._rows, self._params, self._neutral)):
             array.delete()
 
-    def _compile_all(self, progress: Progress | None) -> tuple[dict[StepShape, Any], CompileReport]:
+    def _compile_all(self, progress: Progress | None) -> tuple[dict[StepShape, list[Any]], CompileReport]:
         """Compile or load all buckets side by side: XLA compiles one program mostly on one core."""
         started = time.monotonic()
-        compiled: dict[StepShape, Any] = {}
+        compiled: dict[StepShape, list[Any]] = {}
 
         num_loaded = 0
 
-        def compile_one(shape: StepShape) -> tuple[jax.stages.Compiled, bool]:
+        def compile_one(shape: StepShape) -> tuple[list[jax.stages.Compiled], bool]:
             with self._watch.counting():
-                return load_or_compile(self._program, shape, self._cache)
+                first, was_loaded = load_or_compile(self._program, shape, self._cache)
+                return [first, *self._others(first, shape)], was_loaded
 
         with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             futures = {pool.submit(compile_one, shape): shape for shape in reversed(self._shapes)}
@@ -377,6 +382,20 @@ class DeviceExecutor:
         )
         return compiled, report
 
+    def _others(self, compiled: jax.stages.Compiled, shape: StepShape) -> list[jax.stages.Compiled]:
+        """More executables of the same program, to take turns with.
+
+        A GPU's command buffer is updated and launched again only when it has run. With two of them the next decode
+        step is launched while the one before it runs.
+        """
+        if self._program.platform != "gpu" or shape.prefill_tokens:
+            return []
+        try:
+            return [load_again(compiled, self._program)]
+        except Exception as error:  # of whatever kind: one executable serves as well, with a pause between steps
+            logger.warning("%s cannot be loaded twice (%s): decode steps will wait for each other", shape, error)
+            return []
+
     def _compile_fresh_state(self) -> Callable[[], tuple[Pools, Rows]]:
         """Ready before a device failure asks for it."""
         _, pools, rows, _, _ = self._program.operands(self._shapes[0])
@@ -388,7 +407,8 @@ class DeviceExecutor:
         for step, shape in enumerate(self._shapes):
             inputs = executor_plan.fill(StepPlan(step=step), shape, self._program.cache_shape)
             packed = pack(inputs, self._vector_sizes[shape])
-            jax.block_until_ready(self._dispatch(shape, packed, self._neutral[shape.rows]))
+            for _ in self._compiled[shape]:
+                jax.block_until_ready(self._dispatch(shape, packed, self._neutral[shape.rows]))
 
     def _extras(self, plan: StepPlan, shape: StepShape) -> StepExtras:
         extras = self._neutral[shape.rows]

@@ -71,6 +71,25 @@ def test_start_up_reports_its_programs(executor):
     }
 
 
+def test_executables_of_one_bucket_take_turns(executor, monkeypatch):
+    """On a GPU every decode bucket has two, so that a step is launched while the one before it runs."""
+    alone = run(executor, [request("r", 20, 9)]).tokens
+    calls: list[int] = []
+
+    def counted(number: int, compiled):
+        def call(*operands):
+            calls.append(number)
+            return compiled(*operands)
+
+        return call
+
+    for shape, (compiled,) in executor._compiled.items():
+        if not shape.prefill_tokens:
+            monkeypatch.setitem(executor._compiled, shape, [counted(number, compiled) for number in range(2)])
+    assert run(executor, [request("r", 20, 9)]).tokens == alone
+    assert len(calls) == 8 and calls in ([0, 1] * 4, [1, 0] * 4)
+
+
 def test_the_watch_counts_its_own_thread_only_while_it_counts():
     watch = CompileWatch()
 

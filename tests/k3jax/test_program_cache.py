@@ -130,3 +130,11 @@ def test_another_draft_of_the_same_block_is_another_program():
     draft = dataclasses.replace(drafting.config, markov_rank=drafting.config.markov_rank + 8)
     changed = step_program(drafting=dataclasses.replace(drafting, config=draft))
     assert program_cache.key(changed, shape) != program_cache.key(step_program(), shape)
+
+
+def test_a_program_can_be_loaded_again_to_take_turns_with_itself(program):
+    first, _ = program_cache.load_or_compile(program, StepShape(rows=8, prefill_tokens=0), None)
+    second = program_cache.load_again(first, program)
+    assert second is not first and program.num_compiled == 1
+    for compiled in (first, second):
+        assert (compiled(jnp.arange(3.0)) - program.offset).tolist() == [0.0, 2.0, 4.0]
