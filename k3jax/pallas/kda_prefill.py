@@ -98,7 +98,8 @@ def kda_prefill(
     tiles = tiles or PrefillTiles()
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret, first_heads)
-    prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows)
+    sums = map(jnp.asarray, kda_prefill_prepare.sums())
+    prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
     scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, interpret)
     scan(*prepared, plan, layer, pool, out)
 

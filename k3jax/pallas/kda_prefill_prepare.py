@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -141,11 +142,17 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
     plgpu.wait_smem_to_gmem(0)
 
 
+def sums() -> tuple[np.ndarray, np.ndarray]:
+    """The kernel's constant operands: which tokens running sums and channel factors add up."""
+    return chunk.relative_sums(), chunk.factor_sums()
+
+
 @functools.cache
 def build(num_tiles: int, heads: int, interpret=None, first_heads: tuple[int, int, int] = (0, 0, 0)):
-    """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows) -> Prepared.
+    """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows, *sums()) -> Prepared.
 
-    Head 0 of q, k and v is `first_heads` of their arrays, which may be one.
+    The sums are operands, so that the function is a kernel and nothing else: a CUDA graph captures only such. Head 0 of
+    q, k and v is `first_heads` of their arrays, which may be one.
     """
     units = num_tiles * heads
     grid = min(MULTIPROCESSORS, units)
@@ -165,7 +172,7 @@ def build(num_tiles: int, heads: int, interpret=None, first_heads: tuple[int, in
             collective_axes="warpgroup",
         )
 
-    kernel = plgpu.kernel(
+    return plgpu.kernel(
         entry,
         out_type=tuple(prepared_shapes(num_tiles, heads)),
         grid=(grid,),
@@ -175,8 +182,3 @@ def build(num_tiles: int, heads: int, interpret=None, first_heads: tuple[int, in
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-
-    def prepare(*arrays):
-        return kernel(*arrays, jnp.asarray(chunk.relative_sums()), jnp.asarray(chunk.factor_sums()))
-
-    return prepare

@@ -87,8 +87,10 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
 
     run_prepare, run_scan = plgpu.as_torch_kernel(prepare), plgpu.as_torch_kernel(scan)
 
+    constant = (plan.token, plan.rows, *map(tensor, kda_prefill_prepare.sums()))
+
     def both(q, k, v, gate, beta):
-        prepared = tuple(run_prepare(q, k, v, gate, *gates, beta, plan.token, plan.rows))
+        prepared = tuple(run_prepare(q, k, v, gate, *gates, beta, *constant))
         run_scan(prepared, plan, layer, pool, out)
 
     inputs = [
@@ -96,7 +98,7 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
         for _ in range(max(2, math.ceil(COLD_BYTES / (tokens * token_bytes))))
     ]
     times = {"us": captured_us(both, inputs)}
-    to_prepare = [(*one[:4], *gates, one[4], plan.token, plan.rows) for one in inputs]
+    to_prepare = [(*one[:4], *gates, one[4], *constant) for one in inputs]
     times["prepare_us"] = graph_us(prepare, to_prepare)
     times["scan_us"] = graph_us(scan, [(tuple(run_prepare(*one)), plan, layer, pool, out) for one in to_prepare])
     moved = tokens * token_bytes + 2 * batch * heads * WIDTH * WIDTH * 4
