@@ -53,7 +53,13 @@ def _match(state: SchedulerState, request: LiveRequest) -> Match:
 
 
 def _has_memory(state: SchedulerState, request: LiveRequest, match: Match | None) -> bool:
-    """Whether slot and pages for all that is known can be had, if need be from younger ones. Locks the match."""
+    """Whether slot and pages for all that is known can be had, if need be from younger ones. Locks the match.
+
+    Once nobody runs, the first in the queue gets them: each request fits the device alone, and what is not available
+    then is held by transfers, which end and cause no others (`serving.core.offload`), by younger ones that loaded,
+    which are stripped, or by the request itself. That may hold a page twice, loaded and in the cache, when somebody
+    computed the same during the load.
+    """
     cache = state.cache
     num_positions = state.num_positions_to_start(request)
     missing = state.num_pages(num_positions)
@@ -64,7 +70,7 @@ def _has_memory(state: SchedulerState, request: LiveRequest, match: Match | None
         missing -= match.usable.num_tokens // cache.page_size
         cache.lock(match.usable)
     while cache.num_available_pages < missing or (match is not None and not cache.num_available_slots):
-        if not state.strip_loaded(request):
+        if not (cache.reclaim_duplicates(request) or state.strip_loaded(request)):
             if match is not None:
                 cache.unlock(match.usable)
                 request.refused_at = memory

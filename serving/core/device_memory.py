@@ -88,7 +88,7 @@ class DeviceMemory:
         self.num_checkpoints += 1
         node.saved = tokens_saved(node)
         self.touch(node)
-        if _is_leaf(node):
+        if is_leaf(node):
             self._enter_page(node)
         return True
 
@@ -97,7 +97,7 @@ class DeviceMemory:
         slot, node.checkpoint = node.checkpoint, 0
         self.num_checkpoints -= 1
         node.slot_ticket = 0
-        if _is_leaf(node):
+        if is_leaf(node):
             self._enter_page(node)
         return slot
 
@@ -113,10 +113,12 @@ class DeviceMemory:
             self.num_idle_pages += 1
             if node.num_children == 0:
                 self._enter_page(node)
-                self.note_fresh(node)
 
     def note_fresh(self, node: PrefixNode) -> None:
-        """Offer the prefix that ends with `node` to the host tier."""
+        """Offer the prefix that ends with `node` to the host tier: when a request has brought something about.
+
+        That a transfer ends, or that somebody could not be admitted, offers nothing: see `serving.core.offload`.
+        """
         if self._tracks_fresh:
             self.fresh.append(node)
 
@@ -208,7 +210,7 @@ class DeviceMemory:
         parent = node.parent
         if parent is not None:
             parent.num_children -= 1
-            if parent.parent is not None and _is_leaf(parent):
+            if parent.parent is not None and is_leaf(parent):
                 self._enter_page(parent)
 
     def _drop_checkpoint(self, node: PrefixNode) -> None:
@@ -227,7 +229,7 @@ class DeviceMemory:
         parent = node.parent
         if parent is not None:
             parent.num_children -= 1
-            if parent.parent is not None and _is_leaf(parent):
+            if parent.parent is not None and is_leaf(parent):
                 self._enter_page(parent)
         if node.readers:
             self._dropped.add(node)
@@ -244,12 +246,13 @@ class DeviceMemory:
         return list(self._dropped)
 
 
-def _is_leaf(node: PrefixNode) -> bool:
+def is_leaf(node: PrefixNode) -> bool:
+    """Whether nobody reads `node` and no page follows it."""
     return node.readers == 0 and node.num_children == 0
 
 
 def _is_evictable_page(node: PrefixNode, ticket: int) -> bool:
-    return node.page_ticket == ticket and not node.is_dropped and _is_leaf(node)
+    return node.page_ticket == ticket and not node.is_dropped and is_leaf(node)
 
 
 def _is_evictable_checkpoint(node: PrefixNode, ticket: int) -> bool:

@@ -7,7 +7,7 @@ entry saves, per byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from serving.core.eviction import EvictionOrder, value
@@ -66,17 +66,17 @@ class HostTier:
         """Whether the entry is stored or on its way."""
         return digest in self._stored[kind] or digest in self._coming[kind]
 
-    def reserve(self, wanted: Sequence[Wanted]) -> list[HostEntry] | None:
-        """Make room for new entries, at the cost of the least valuable ones; None when there is not enough."""
+    def reserve(self, wanted: Sequence[Wanted], beside: Sequence[HostEntry] = ()) -> list[HostEntry] | None:
+        """Make room for new entries, at the cost of the least valuable ones; None when there is not enough.
+
+        `beside` are those stored already without which the new ones are of no use: they stay.
+        """
         entries = [HostEntry(entry, self._bytes[entry.kind]) for entry in wanted]
         needed = sum(entry.num_bytes for entry in entries)
-        if needed > self.capacity:
+        if needed + sum(entry.num_bytes for entry in beside) > self.capacity:
             return None
-        while self.num_bytes + needed > self.capacity:
-            victim = self._order.pop()
-            if victim is None:
-                return None
-            self.forget(victim)
+        if not self._make_room(needed, frozenset(beside)):
+            return None
         self.num_bytes += needed
         for entry in entries:
             self._coming[entry.kind][entry.digest] = entry
@@ -152,6 +152,20 @@ class HostTier:
         num_reading = sum(not entry.is_forgotten for entry in reading)
         if num_pins != num_reading:
             raise AssertionError(f"{num_pins} pins in the host tier and {num_reading} loads that read")
+
+    def _make_room(self, num_bytes: int, kept: Set[HostEntry]) -> bool:
+        spared: list[HostEntry] = []
+        while self.num_bytes + num_bytes > self.capacity:
+            victim = self._order.pop()
+            if victim is None:
+                break
+            if victim in kept:
+                spared.append(victim)
+            else:
+                self.forget(victim)
+        for entry in spared:
+            self._enter(entry)
+        return self.num_bytes + num_bytes <= self.capacity
 
     def _enter(self, entry: HostEntry) -> None:
         entry.ticket = self._order.enter(entry, value(entry.num_saved, entry.num_reuses, entry.num_bytes))

@@ -3,13 +3,18 @@
 Pages and checkpoints are written back once nobody computes with them and the device runs low, so that an eviction finds
 them stored and never waits. A prefix goes as a whole: a state without its pages, or pages without a state, are no hit.
 A preempted request is parked: its state and the pages that are its own go too, and it comes back where it was.
+
+What a store reads is out of reach for so long, and somebody may wait for it. So stores must end when nothing else
+happens: a prefix is offered by a request that leaves it or brings it further, each time once, never by the end of a
+store (or a prefix that the host cannot keep would be stored for ever), and what it lacks never pushes out the rest of
+it.
 """
 
 from __future__ import annotations
 
 import hashlib
 
-from serving.core.host_tier import Wanted
+from serving.core.host_tier import HostEntry, Wanted
 from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest, Parked
 from serving.core.state import SchedulerState
@@ -61,18 +66,13 @@ def park(state: SchedulerState, request: LiveRequest) -> bool:
     digest = hashlib.blake2b(
         request.root.digest + f"{state.nonce}/{request.arrival}/{request.num_admissions}".encode(), digest_size=32
     ).digest()
-    wanted: list[Wanted] = []
-    sources: list[Source] = []
-    for node in shared:
-        if not node.is_dropped and not host.has(EntryKind.PAGE, node.digest):
-            wanted.append(Wanted(EntryKind.PAGE, node.digest, size, node.num_reuses))
-            sources.append(Source(kind=EntryKind.PAGE, device_id=node.page, node=node))
+    wanted, sources, beside = _pages_to_store(state, shared, request.node.num_reuses)
     for page in private:
         wanted.append(Wanted(EntryKind.PAGE, park_digest(digest, page), size, _COMES_BACK))
         sources.append(Source(kind=EntryKind.PAGE, device_id=request.pages[page], node=None))
     wanted.append(Wanted(EntryKind.SLOT, digest, position, _COMES_BACK))
     sources.append(Source(kind=EntryKind.SLOT, device_id=request.slot, node=None))
-    entries = host.reserve(wanted)
+    entries = host.reserve(wanted, beside)
     if entries is None:
         return False
     state.transfers.store(entries, sources, request.node, request)
@@ -103,15 +103,31 @@ def _store_prefix(state: SchedulerState, leaf: PrefixNode) -> None:
         node = node.parent
     if node.parent is None or leaf.is_dropped:
         return
-    wanted: list[Wanted] = []
-    sources: list[Source] = []
-    for page in node.chain():
-        if not host.has(EntryKind.PAGE, page.digest):
-            wanted.append(Wanted(EntryKind.PAGE, page.digest, state.limits.page_size, node.num_reuses))
-            sources.append(Source(kind=EntryKind.PAGE, device_id=page.page, node=page))
-    if not host.has(EntryKind.SLOT, node.digest) and not node.is_checkpoint_pinned:
+    wanted, sources, beside = _pages_to_store(state, node.chain(), node.num_reuses)
+    saved_state = host.find(EntryKind.SLOT, node.digest)
+    if saved_state is not None:
+        beside.append(saved_state)
+    elif not host.has(EntryKind.SLOT, node.digest) and not node.is_checkpoint_pinned:
         wanted.append(Wanted(EntryKind.SLOT, node.digest, node.saved, node.num_reuses))
         sources.append(Source(kind=EntryKind.SLOT, device_id=node.checkpoint, node=node))
-    entries = host.reserve(wanted) if wanted else None
+    entries = host.reserve(wanted, beside) if wanted else None
     if entries is not None:
         state.transfers.store(entries, sources, node)
+
+
+def _pages_to_store(
+    state: SchedulerState, nodes: list[PrefixNode], num_reuses: int
+) -> tuple[list[Wanted], list[Source], list[HostEntry]]:
+    """Divide the pages of a prefix into those to store, the same as sources, and those stored already."""
+    host, size = state.host, state.limits.page_size
+    wanted: list[Wanted] = []
+    sources: list[Source] = []
+    stored: list[HostEntry] = []
+    for node in nodes:
+        entry = host.find(EntryKind.PAGE, node.digest)
+        if entry is not None:
+            stored.append(entry)
+        elif not node.is_dropped and not host.has(EntryKind.PAGE, node.digest):
+            wanted.append(Wanted(EntryKind.PAGE, node.digest, size, num_reuses))
+            sources.append(Source(kind=EntryKind.PAGE, device_id=node.page, node=node))
+    return wanted, sources, stored

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from serving.core.device_memory import DeviceMemory
+from serving.core.device_memory import DeviceMemory, is_leaf
 from serving.core.prefix_node import PrefixNode
 from serving.core.request import LiveRequest
 
@@ -111,6 +111,8 @@ class PrefixCache(DeviceMemory):
             if page != node.page:
                 private.append(page)
             self._remove_reader(node)
+            if is_leaf(node) and not node.is_dropped:
+                self.note_fresh(node)
             node = node.parent
         self.pages.release(private)
         request.pages = []

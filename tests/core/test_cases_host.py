@@ -223,3 +223,35 @@ def test_a_device_lost_in_any_step_leaves_nobody_parked_for_ever(kind, overlap):
             break
         num_steps += 1
     assert num_parked > 0 and num_steps > 20
+
+
+@OVERLAP
+def test_a_loaded_request_gives_back_pages_that_somebody_computed_during_the_load(overlap):
+    """It would hold them twice and wait for ever: it needs every page of the device, and nobody else is left."""
+    is_slow = [False]
+    store = FakeStore(delay=lambda transfer: 5 if is_slow[0] and transfer.kind is TransferKind.LOAD else 0)
+    drive = _drive(overlap=overlap, store=store, num_pages=11, num_rows=1)
+    drive.run_alone(same_prefix("a", prompt(48)))
+    _push_out(drive)
+    is_slow[0] = True
+    drive.add(same_prefix("loads", prompt(48), prompt(107, 9)))
+    drive.add(same_prefix("computes", prompt(48), prompt(5, 8), max_tokens=20))
+    drive.settle()
+    assert (drive.cached_tokens["loads"], drive.cached_tokens["computes"]) == (48, 0)
+    drive.assert_all_free()
+
+
+@pytest.mark.parametrize(("host_bytes", "is_failing"), [(6, False), (1000, True)])
+def test_stores_end_when_nothing_else_happens(host_bytes, is_failing):
+    """Of a prefix that the host cannot keep whole, a store of one part would push out another; one that fails is lost.
+    Were either stored again on that account, what it reads would hardly ever be free."""
+    store = FakeStore(delay=1, is_failing=lambda transfer: is_failing)
+    drive = _drive(store=store, num_pages=9, max_model_len=128, host_cache_bytes=host_bytes)
+    drive.run_alone(same_prefix("short", prompt(50)))
+    drive.settle()
+    drive.run_alone(same_prefix("long", prompt(100)))
+    for _ in range(20):
+        drive.step()
+    assert store.transfers
+    assert not store.num_in_flight
+    drive.assert_all_free()

@@ -42,6 +42,18 @@ def test_a_store_that_failed_leaves_nothing_and_its_keys_are_forgotten():
     assert set(tier.take_forgotten()) == {entry.key for entry in entries}
 
 
+def test_room_is_never_made_at_the_cost_of_what_is_of_use_only_together():
+    tier = _tier()
+    mine = _store(tier, *[Wanted(PAGE, bytes([number]), 8) for number in range(5)])
+    _store(tier, *[Wanted(PAGE, bytes([10 + number]), 1000) for number in range(5)])
+    assert tier.reserve([Wanted(PAGE, bytes([20 + number]), 8) for number in range(6)], mine) is None  # 11 pages
+    assert tier.num_bytes == 100
+    assert tier.reserve([Wanted(SLOT, b"new", 8)], mine) is not None
+    assert all(tier.find(PAGE, entry.digest) is entry for entry in mine)
+    _store(tier, *[Wanted(PAGE, bytes([30 + number]), 8) for number in range(7)])  # they can still go
+    assert not any(tier.find(PAGE, entry.digest) for entry in mine)
+
+
 def test_a_full_tier_forgets_what_saves_least_per_byte_and_never_exceeds_its_size():
     tier = _tier()
     _store(tier, Wanted(SLOT, b"dear", 3000), Wanted(PAGE, b"dear", 100))
