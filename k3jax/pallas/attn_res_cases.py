@@ -29,6 +29,8 @@ NARROW = AttnResTiles(warpgroups=1, vector=8, blocks=1)
 CLUSTER = ClusterTiles(shares=2, vector=4)  # a chunk of 1024 elements
 CHUNKS = ClusterTiles(shares=2, vector=2)  # two
 LARGE_CLUSTER = ClusterTiles(shares=4, vector=2)
+IN_TURN = ClusterTiles(shares=2, vector=4, tokens=2)
+CHUNKS_IN_TURN = ClusterTiles(shares=2, vector=2, tokens=3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,16 @@ CASES = (
     AttnResCase(
         name="cluster of four, one source takes all", tokens=1, snapshots=1, sharpness=100.0, tiles=LARGE_CLUSTER
     ),
+    AttnResCase(name="two clusters, two tokens each but one", tokens=3, snapshots=2, keeps_mixed=True, tiles=IN_TURN),
+    AttnResCase(
+        name="one cluster, three tokens, chunks", tokens=3, snapshots=1, has_update=False, tiles=CHUNKS_IN_TURN
+    ),
     AttnResCase(name="cluster, zeros", tokens=1, snapshots=0, scale=0.0, keeps_mixed=True, tiles=CLUSTER),
 )
 GPU_CASES = (
     *(AttnResCase(name=f"K3, {n} snapshots", tokens=9, snapshots=n, width=7168, tiles=None) for n in range(9)),
     AttnResCase(name="K3, 1 token", tokens=1, snapshots=8, width=7168, tiles=None),
+    AttnResCase(name="K3, 144 tokens", tokens=144, snapshots=8, width=7168, tiles=None),
     AttnResCase(name="K3, 145 tokens", tokens=145, snapshots=8, width=7168, tiles=None, keeps_mixed=True),
     AttnResCase(name="K3, 145 tokens, no update", tokens=145, snapshots=8, width=7168, tiles=None, has_update=False),
     AttnResCase(name="K3, 1000 tokens", tokens=1000, snapshots=8, width=7168, tiles=None, sharpness=100.0),

@@ -30,18 +30,19 @@ LEAST_US = 4.0  # no bar is lower
 MUST = {9: 1.5, 144: 1.4, 8192: 1.25}  # times the floor
 AIM = 1.15
 CLUSTER = ClusterTiles(shares=7, vector=8)
+PAIRS = ClusterTiles(shares=7, vector=8, tokens=2)
 SHAPES = ((4, 2), (2, 4), (2, 2), (1, 8), (1, 4))  # warpgroups and elements a lane; those that divide the width
 
 
 def compared(tokens: int) -> list[AttnResTiles | ClusterTiles]:
-    """What is chosen, then the other way of two: a token in a block, or in a cluster."""
+    """What is chosen, then what else there is: a cluster for each token or for two, a block for whole tokens."""
     chosen = tiles_for(tokens, WIDTH)
-    return [chosen, block_tiles(tokens, WIDTH) if isinstance(chosen, ClusterTiles) else CLUSTER]
+    return [chosen, *(tiles for tiles in (PAIRS, CLUSTER, block_tiles(tokens, WIDTH)) if tiles != chosen)]
 
 
 def sweep(tokens: int) -> list[AttnResTiles | ClusterTiles]:
     """Tilings to compare: a cluster, and in blocks a ring of all shared memory, and a shorter one."""
-    return [CLUSTER] + [
+    return [CLUSTER, PAIRS] + [
         AttnResTiles(warpgroups=warpgroups, vector=vector, blocks=min(tokens, blocks), ring_rows=rows)
         for warpgroups, vector in SHAPES
         for blocks, rows in ((132, 15), (132, 12))

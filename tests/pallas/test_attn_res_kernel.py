@@ -83,8 +83,9 @@ def test_one_kernel_serves_all_layers():
     assert attn_res.attn_res_kernel(*arguments) is attn_res.attn_res_kernel(*arguments)
 
 
-def test_few_tokens_get_a_cluster_each():
-    assert attn_res.tiles_for(144, 7168) == ClusterTiles(shares=7, vector=8)
+def test_few_tokens_get_a_cluster_each_and_more_share_it():
+    assert attn_res.tiles_for(36, 7168) == ClusterTiles(shares=7, vector=8)
+    assert attn_res.tiles_for(144, 7168) == ClusterTiles(shares=7, vector=8, tokens=2)
     assert isinstance(attn_res.tiles_for(1024, 7168), AttnResTiles)
     assert isinstance(attn_res.tiles_for(9, 1024), AttnResTiles)  # no cluster makes up this width
 
@@ -92,6 +93,8 @@ def test_few_tokens_get_a_cluster_each():
 def test_tiles_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="shares=9 must be"):
         ClusterTiles(shares=9, vector=8)
+    with pytest.raises(ValueError, match="tokens=5 must be"):
+        ClusterTiles(shares=7, vector=8, tokens=5)
     with pytest.raises(ValueError, match="width=1000 is no multiple of the 2048"):
         ClusterTiles(shares=2, vector=8).view(1000)
     with pytest.raises(ValueError, match="warpgroups=3 must be"):
