@@ -58,16 +58,17 @@ def kda_prefill_reference(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    """How a block of the scan uses its memory."""
+    """How blocks use their memory."""
 
-    stages: int = 3  # tiles it holds for the state side
+    stages: int = 3  # tiles a block of the scan holds for the state side
+    ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
 
     def __post_init__(self) -> None:
         if self.stages not in (2, 3):
             raise ValueError(f"stages={self.stages}: 2 let a tile load while another is used, and 3 are what fits")
 
 
-SWEEP = (PrefillTiles(), PrefillTiles(stages=2))
+SWEEP = (PrefillTiles(), PrefillTiles(stages=2), PrefillTiles(ahead=False))
 
 
 def kda_prefill(
@@ -97,7 +98,7 @@ def kda_prefill(
     heads = gate.shape[1]
     tiles = tiles or PrefillTiles()
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret, first_heads)
+    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret, first_heads, ahead=tiles.ahead)
     sums = map(jnp.asarray, kda_prefill_prepare.sums())
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
     scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, interpret)

@@ -13,7 +13,8 @@ value does. What overflows lies above the diagonal and is masked. R is a product
 with a matrix of -1, 0 and 1, in float32: no difference of long sums. The inverse joins inverses of diagonal blocks, as
 `k3jax/triangular.py` does: no power of A is formed.
 
-The key side computes what has k's factors, then the inverse and W; the query side what has q's, then U.
+The key side computes what has k's factors, then the inverse and W; the query side what has q's, then U. While the key
+side inverts, the query side also stores what is done and fetches the next tile.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def key_side(s: dict, relative_left: Callable, key_norm: jax.Array) -> None:
         return left[...], right[...]
 
     parts = pl.run_scoped(run, accumulator(_HALF), accumulator(_HALF))
+    arrive(s["columns_free"])
     beta = by_row(plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=ROW), _HALF)
     plgpu.barrier_wait(s["scored"])
     diagonal = store_triangle(s, *(part * beta for part in parts))
@@ -145,11 +147,13 @@ def key_side(s: dict, relative_left: Callable, key_norm: jax.Array) -> None:
     arrive(s["mixed"])
     narrow = mixing.astype(jnp.float16)
     for half in map(half_of, range(2)):
-        s["columns"].at[:, half][...] = product(narrow, s["decayed"].at[:, half]).astype(jnp.bfloat16)
+        w = product(narrow, s["decayed"].at[:, half]).astype(jnp.bfloat16)
+        meet()  # every warp's product has read the half it replaces
+        s["w"].at[:, half][...] = w
 
 
 def query_side(s: dict, relative_left: Callable, query_norm: jax.Array) -> None:
-    """Queries and scores; then U^T by the mixing matrix."""
+    """Queries and scores."""
 
     def run(left, right):
         for index, half in enumerate(map(half_of, range(2))):
@@ -170,6 +174,10 @@ def query_side(s: dict, relative_left: Callable, query_norm: jax.Array) -> None:
     for start, part in zip((0, _HALF), parts, strict=True):
         scores = jnp.where(columns + start <= rows, part, 0)
         s["scores"].at[:, pl.ds(start, _HALF)][...] = scores.astype(jnp.bfloat16)
+
+
+def mix_values(s: dict) -> None:
+    """U^T by the mixing matrix, in place of v."""
     plgpu.barrier_wait(s["mixed"])
     for half in range(2):
         values = s["v"].at[half]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,8 +20,10 @@ PAIRS = 2  # tiles a block works on at a time, each by a pair of warpgroups
 KEY_SIDE, QUERY_SIDE = 0, 1  # warpgroups of a pair
 NUM_FACTORS = 8  # rows of the table of decays per channel, see `kda_prefill_chunk`
 _ROW_TILE = 8
-_MEETINGS = ("tidied", "gated", "stored")  # of both warpgroups of a pair
-_SIGNALS = ("left_columns_ready", "right_columns_ready", "scored", "mixed")  # from one to the other
+# Arrivals of both warpgroups of a pair, or of the copies of both halves of V.
+_MEETINGS = ("tidied", "gated", "values_loaded")
+# From one warpgroup of a pair to the other.
+_SIGNALS = ("left_columns_ready", "right_columns_ready", "columns_free", "scored", "mixed")
 
 
 def iota(dimension: int, columns: int = CHUNK) -> jax.Array:
@@ -78,27 +82,28 @@ def scratch() -> dict:
         "q": _loaded(tile),  # then queries
         "k": _loaded(tile),  # then keys
         "v": _loaded((PAIRS, 2, CHUNK, CHUNK)),  # halves of V; then U^T
-        "gate_left": plgpu.RefUnion(  # halves of K
-            swizzled(square, jnp.bfloat16),
-            plgpu.SMEM(square, jnp.bfloat16),
+        "left": plgpu.RefUnion(  # half of K
             swizzled(square, jnp.float16),  # log-decays
             [block, block, pair_of_blocks],  # the triangle
         ),
-        "gate_right": plgpu.RefUnion(
-            swizzled(square, jnp.bfloat16),
-            plgpu.SMEM(square, jnp.bfloat16),
+        "right": plgpu.RefUnion(
             swizzled(square, jnp.float16),
             [block, pair_of_blocks],  # the triangle's inverse on the way
             swizzled(square, jnp.bfloat16),  # the mixing matrix
         ),
-        "columns": swizzled(tile, jnp.bfloat16),  # then W
-        "decayed": swizzled(tile, jnp.float16),  # k 2^G
+        # Free once scores are there: the gates of the next tile arrive meanwhile.
+        "columns": plgpu.RefUnion(
+            swizzled(tile, jnp.bfloat16),
+            [swizzled(square, jnp.bfloat16)] * 2,  # gates, by halves of K
+            [plgpu.SMEM(square, jnp.bfloat16)] * 2,
+        ),
+        "decayed": plgpu.RefUnion(swizzled(tile, jnp.float16), swizzled(tile, jnp.bfloat16)),  # k 2^G; then W
         "scores": swizzled((PAIRS, CHUNK, CHUNK), jnp.bfloat16, swizzle=64),  # so that 32 columns can be addressed
         "factors": plgpu.SMEM((PAIRS, NUM_FACTORS, WIDTH), jnp.float32),
         "bias": plgpu.SMEM((PAIRS, WIDTH), jnp.float32),
-        "beta": plgpu.SMEM((PAIRS, 2 * CHUNK), jnp.float32),
+        "beta": plgpu.SMEM((PAIRS, 2, 2 * CHUNK), jnp.float32),  # of this tile and of the next
         # Few arrays of them: the phases of each array take a register.
-        "loaded": plgpu.Barrier(num_arrivals=7, num_barriers=PAIRS),
+        "loaded": plgpu.Barrier(num_arrivals=5, num_barriers=PAIRS),
         "meetings": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS * len(_MEETINGS)),
         "signals": plgpu.Barrier(num_barriers=PAIRS * len(_SIGNALS)),
         "sums": swizzled((CHUNK, 2 * NUM_FACTORS), jnp.float16, swizzle=32),  # which tokens a factor sums over
@@ -114,11 +119,13 @@ def _loaded(shape: tuple[int, ...]) -> object:
 def of_pair(buffers: list, pair) -> dict:
     """A pair's part of allocated `scratch`, by name; further views of memory have names of their own."""
     s = dict(zip(scratch(), buffers, strict=True))
-    *left, triangle = s.pop("gate_left")
-    *right, inverse, s["mixing"] = s.pop("gate_right")
+    left, triangle = s.pop("left")
+    right, inverse, s["mixing"] = s.pop("right")
+    s["columns"], gates, gate_rows = s["columns"]
+    s["decayed"], s["w"] = s["decayed"]
     s |= dict(zip(("diagonal", "beside", "below", "inverse", "left_inverse"), (*triangle, *inverse), strict=True))
-    for name, *views in zip(("gate", "gate_rows", "log_decay"), left, right, strict=True):
-        s[name] = [view.at[pair] for view in views]
+    for name, halves in (("gate", gates), ("gate_rows", gate_rows), ("log_decay", (left, right))):
+        s[name] = [half.at[pair] for half in halves]
     for name in ("q", "k", "v"):
         s[name], s[f"{name}_rows"] = (view.at[pair] for view in s[name])
     for name in (
@@ -130,6 +137,7 @@ def of_pair(buffers: list, pair) -> dict:
         "mixing",
         "columns",
         "decayed",
+        "w",
         "scores",
         "factors",
         "bias",
@@ -142,25 +150,12 @@ def of_pair(buffers: list, pair) -> dict:
     return s
 
 
-def start_loads(s: dict, q, k, v, gate, bias, token, head, first_heads: tuple[int, int, int]) -> None:
-    """Begin copying a tile's raw inputs. Rows past the packed arrays read as zeros.
-
-    Head 0 of q, k and v is `first_heads` of their arrays.
+def _load_rows(token, load: Callable) -> None:
+    """Call `load` with a tile's rows and the suffix of the memory they go to.
 
     The copy engine fills memory in the tensor cores' layout only from tokens that are a multiple of 8. Others arrive as
-    plain rows, which `tidy` rearranges.
+    plain rows, to be rearranged.
     """
-    plgpu.copy_gmem_to_smem(bias.at[head], s["bias"], s["loaded"])
-    q_head, k_head, v_head = (head + first for first in first_heads)
-
-    def load(rows, suffix: str):
-        halves = range(2)
-        for half in halves:
-            plgpu.copy_gmem_to_smem(gate.at[rows, head, half_of(half)], s["gate" + suffix][half], s["loaded"])
-        plgpu.copy_gmem_to_smem(k.at[rows, k_head], s["k" + suffix], s["loaded"])
-        plgpu.copy_gmem_to_smem(q.at[rows, q_head], s["q" + suffix], s["loaded"])
-        for half in halves:
-            plgpu.copy_gmem_to_smem(v.at[rows, v_head, half_of(half)], s["v" + suffix].at[half], s["loaded"])
 
     @pl.when(token % _ROW_TILE == 0)
     def _():
@@ -171,51 +166,91 @@ def start_loads(s: dict, q, k, v, gate, bias, token, head, first_heads: tuple[in
         load(pl.ds(token, CHUNK), "_rows")
 
 
+def start_loads(s: dict, q, k, gate, bias, token, head, first_heads: tuple[int, int, int]) -> None:
+    """Begin copying a tile's raw inputs but v. Rows past the packed arrays read as zeros.
+
+    Head 0 of q, k and v is `first_heads` of their arrays.
+    """
+    plgpu.copy_gmem_to_smem(bias.at[head], s["bias"], s["loaded"])
+
+    def load(rows, suffix: str):
+        for half in range(2):
+            plgpu.copy_gmem_to_smem(gate.at[rows, head, half_of(half)], s["gate" + suffix][half], s["loaded"])
+        plgpu.copy_gmem_to_smem(k.at[rows, head + first_heads[1]], s["k" + suffix], s["loaded"])
+        plgpu.copy_gmem_to_smem(q.at[rows, head + first_heads[0]], s["q" + suffix], s["loaded"])
+
+    _load_rows(token, load)
+
+
+def start_values(s: dict, v, token, v_head) -> None:
+    """Begin copying a tile's v, which is needed last."""
+
+    def load(rows, suffix: str):
+        for half in range(2):
+            source = v.at[rows, v_head, half_of(half)]
+            plgpu.copy_gmem_to_smem(source, s["v" + suffix].at[half], s["values_loaded"])
+
+    _load_rows(token, load)
+
+
+def _rearrange(*pairs) -> None:
+    rows = [plgpu.load(x, layout=plgpu.Layout.SMEM_GMEM_COPY(x.shape, jnp.bfloat16, 128)) for x, _ in pairs]
+    meet()
+    for x, (_, tiled) in zip(rows, pairs, strict=True):
+        tiled[...] = x
+    meet()
+
+
+def _clear(rows, *tiles, value=0.0) -> None:
+    for tile in tiles:  # what lies past the end may be anything, NaN included
+        tile[...] = jnp.where(iota(0) < rows, read(tile), value).astype(jnp.bfloat16)
+
+
 def tidy(s: dict, token, rows, side) -> None:
     """Rearrange what came as plain rows, and make rows from `rows` on inert; by both warpgroups, after all loads."""
-
-    def rearrange(*pairs):
-        for plain, tiled in pairs:
-            rows = plgpu.load(plain, layout=plgpu.Layout.SMEM_GMEM_COPY(plain.shape, jnp.bfloat16, 128))
-            meet()
-            tiled[...] = rows
-        meet()
-
-    def clear(*tiles, value=0.0):
-        for tile in tiles:  # what lies past the end may be anything, NaN included
-            tile[...] = jnp.where(iota(0) < rows, read(tile), value).astype(jnp.bfloat16)
-
     halves = range(2)
 
     @pl.when(token % _ROW_TILE != 0)
     def _():
-        pl.when(side == KEY_SIDE)(
-            lambda: rearrange(*zip(s["gate_rows"], s["gate"], strict=True), (s["k_rows"], s["k"]))
-        )
-        pl.when(side == QUERY_SIDE)(lambda: rearrange((s["q_rows"], s["q"]), (s["v_rows"], s["v"])))
+        @pl.when(side == KEY_SIDE)
+        def _():
+            _rearrange(*zip(s["gate_rows"], s["gate"], strict=True))
+            _rearrange((s["k_rows"], s["k"]))
+
+        pl.when(side == QUERY_SIDE)(lambda: _rearrange((s["q_rows"], s["q"])))
 
     @pl.when(rows < CHUNK)
     def _():
         @pl.when(side == KEY_SIDE)
         def _():
-            clear(*(s["k"].at[:, half_of(half)] for half in halves))
-            clear(*s["gate"], value=-jnp.inf)  # no decay
+            _clear(rows, *(s["k"].at[:, half_of(half)] for half in halves))
+            _clear(rows, *s["gate"], value=-jnp.inf)  # no decay
 
         @pl.when(side == QUERY_SIDE)
         def _():
-            clear(*(s["q"].at[:, half_of(half)] for half in halves), *(s["v"].at[half] for half in halves))
+            _clear(rows, *(s["q"].at[:, half_of(half)] for half in halves))
 
     @pl.when((token % _ROW_TILE != 0) | (rows < CHUNK))
     def _():
         together(s["tidied"])
 
 
-def load_beta(s: dict, beta_logits, token, head, rows) -> None:
+def tidy_values(s: dict, token, rows) -> None:
+    """The same for v, by the query side."""
+    pl.when(token % _ROW_TILE != 0)(lambda: _rearrange((s["v_rows"], s["v"])))
+
+    @pl.when(rows < CHUNK)
+    def _():
+        _clear(rows, *(s["v"].at[half] for half in range(2)))
+        meet()
+
+
+def load_beta(buffer, beta_logits, token, head, rows) -> None:
     """Keep sigmoid of the tile's logits, 0 in dead rows, in shared memory: columns need them as well as rows."""
     first = jnp.minimum(token, beta_logits.shape[0] - CHUNK)  # stay inside the array
     logits = plgpu.load(beta_logits.at[pl.ds(first, CHUNK), head], layout=ROW, optimized=False)
-    s["beta"][pl.ds(0, CHUNK)] = jax.nn.sigmoid(logits.astype(jnp.float32))
+    buffer[pl.ds(0, CHUNK)] = jax.nn.sigmoid(logits.astype(jnp.float32))
     meet()
-    shifted = plgpu.load(s["beta"].at[pl.ds(token - first, CHUNK)], layout=ROW)
+    shifted = plgpu.load(buffer.at[pl.ds(token - first, CHUNK)], layout=ROW)
     meet()
-    s["beta"][pl.ds(0, CHUNK)] = jnp.where(jnp.arange(CHUNK) < rows, shifted, 0)
+    buffer[pl.ds(0, CHUNK)] = jnp.where(jnp.arange(CHUNK) < rows, shifted, 0)

@@ -33,7 +33,9 @@ from k3jax.pallas.kda_prefill_memory import (
     of_pair,
     scratch,
     start_loads,
+    start_values,
     tidy,
+    tidy_values,
     together,
 )
 from k3jax.pallas.kda_verify_registers import store_transposed
@@ -64,10 +66,20 @@ def prepared_shapes(num_tiles: int, heads: int) -> Prepared:
     )
 
 
-def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, first_heads, is_interpreted: bool) -> None:
-    """One tile and head, by both sides."""
-    q, k, v, gate, a_log, bias, beta, _, _, relative_sums, _, *outputs = refs
-    prepared, rate = Prepared(*outputs), jnp.exp(a_log[head])
+class _Unit(NamedTuple):
+    """A tile and head."""
+
+    tile: Array
+    head: Array
+    first: Array  # packed token
+    rows: Array  # live tokens, 0 for nothing to do
+
+
+def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, v_head) -> None:
+    """One tile and head, by both sides. Its loads but v's were begun; `fetch_next` begins those of the next."""
+    _q, _k, v, _gate, a_log, _bias, _beta, _token, _rows, relative_sums, _sums, *outputs = refs
+    prepared, rate = Prepared(*outputs), jnp.exp(a_log[unit.head])
+    s = s | {"beta": s["beta"].at[turn & 1]}
 
     def relative_left():  # again for each use: from the cache, rather than kept in registers
         return plgpu.load(relative_sums, layout=WGMMA, optimized=False)
@@ -75,43 +87,49 @@ def _prepare_tile(refs, s: dict, side, tile, head, first, num_rows, first_heads,
     def store(*pairs):
         meet()
         for ref, out in pairs:
-            plgpu.copy_smem_to_gmem(ref, out.at[tile, head])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next tile is loaded into the same memory
+            plgpu.copy_smem_to_gmem(ref, out.at[unit.tile, unit.head])
 
-    @pl.when(side == KEY_SIDE)
-    def _():
-        start_loads(s, q, k, v, gate, bias, first, head, first_heads)
-        load_beta(s, beta, first, head, num_rows)
+    def wait_stored():  # what was stored has been read: its memory may be written
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     plgpu.barrier_wait(s["loaded"])
-    tidy(s, first, num_rows, side)
+    tidy(s, unit.first, unit.rows, side)
 
     for half in range(2):
 
         @pl.when(side == half)
         def _(half=half):
             factors = chunk.decay_gate(s, half, rate)
-            store_transposed(s["factors"].at[:, half_of(half)], factors[:, :NUM_FACTORS], is_interpreted)
+            store_transposed(s["factors"].at[:, half_of(half)], factors[:, :NUM_FACTORS], s["is_interpreted"])
 
     together(s["gated"])
+    wait_stored()  # of the tile before
 
     @pl.when(side == KEY_SIDE)
     def _():
         chunk.key_side(s, relative_left, chunk.norm(s["k"]))
-        store((s["k"], prepared.keys), (s["columns"], prepared.w), (s["factors"].at[chunk.DECAY], prepared.decay))
+        store((s["w"], prepared.w))
 
     @pl.when(side == QUERY_SIDE)
     def _():
+        start_values(s, v, unit.first, v_head)
         chunk.query_side(s, relative_left, chunk.norm(s["q"]) * (1 / math.sqrt(WIDTH)))
-        store((s["q"], prepared.queries), (s["scores"], prepared.scores), (s["v"], prepared.values))
+        decay = s["factors"].at[chunk.DECAY], prepared.decay
+        # The key side wrote the keys before it announced the last columns.
+        store((s["q"], prepared.queries), (s["scores"], prepared.scores), (s["k"], prepared.keys), decay)
+        wait_stored()
+        plgpu.barrier_wait(s["columns_free"])
+        fetch_next()
+        plgpu.barrier_wait(s["values_loaded"])
+        tidy_values(s, unit.first, unit.rows)
+        chunk.mix_values(s)
+        store((s["v"], prepared.values))
 
-    together(s["stored"])
 
-
-def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, is_interpreted: bool) -> None:
+def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, ahead: bool, is_interpreted) -> None:
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
-    token, rows, sums = refs[7], refs[8], refs[10]
+    q, k, _values, gate, _a_log, bias, beta, token, rows, _relative_sums, sums, *_outputs = refs
     s = of_pair(buffers, pair)
 
     @pl.when(warpgroup == 0)
@@ -122,23 +140,42 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
     first_unit = pair * grid + lax.axis_index("block")  # blocks before pairs: few tiles spread over all of the GPU
     stride = PAIRS * grid
 
-    def visit(turn, _):
-        unit = first_unit + turn * stride
+    def find(turn) -> _Unit:
+        index = first_unit + turn * stride
+        unit = jnp.minimum(index, units - 1)
         tile = lax.div(unit, jnp.int32(heads))
-        num_rows = rows[tile]
+        return _Unit(tile, unit - tile * heads, token[tile], jnp.where(index < units, rows[tile], 0))
 
-        @pl.when(num_rows > 0)
+    def fetch(s: dict, turn, unit: _Unit) -> None:
+        @pl.when(unit.rows > 0)
+        def _():
+            start_loads(s, q, k, gate, bias, unit.first, unit.head, first_heads)
+            load_beta(s["beta"].at[turn & 1], beta, unit.first, unit.head, unit.rows)
+
+    def visit(turn, unit):
+        following = find(turn + 1)  # a tile early: nothing waits for memory then
+
+        @pl.when(unit.rows > 0)
         def _():
             # What depends on this the compiler cannot take for the same every turn, and keep in registers it lacks.
-            first = token[tile]
-            varying_zero = first & jnp.int32(-(2**31))
-            s = of_pair(buffers, pair ^ varying_zero) | {"varying_zero": varying_zero}
-            head = unit - tile * heads
-            _prepare_tile(refs, s, side, tile, head, first, num_rows, first_heads, is_interpreted)
+            varying_zero = unit.first & jnp.int32(-(2**31))
+            own = {"varying_zero": varying_zero, "is_interpreted": is_interpreted}
+            s = of_pair(buffers, pair ^ varying_zero) | own
 
-        return _
+            def fetch_next():
+                if ahead:
+                    fetch(s, turn + 1, following)
 
-    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, None)
+            if not ahead:
+                pl.when(side == QUERY_SIDE)(lambda: fetch(s, turn, unit))
+            _prepare_tile(refs, s, side, turn, unit, fetch_next, unit.head + first_heads[2])
+
+        return following
+
+    unit = find(0)
+    if ahead:
+        pl.when(side == QUERY_SIDE)(lambda: fetch(s, 0, unit))
+    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, unit)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -148,11 +185,18 @@ def sums() -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def build(num_tiles: int, heads: int, interpret=None, first_heads: tuple[int, int, int] = (0, 0, 0)):
+def build(
+    num_tiles: int,
+    heads: int,
+    interpret=None,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
+    *,
+    ahead: bool = True,
+):
     """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows, *sums()) -> Prepared.
 
     The sums are operands, so that the function is a kernel and nothing else: a CUDA graph captures only such. Head 0 of
-    q, k and v is `first_heads` of their arrays, which may be one.
+    q, k and v is `first_heads` of their arrays, which may be one. `ahead` loads a tile during the one before it.
     """
     units = num_tiles * heads
     grid = min(MULTIPROCESSORS, units)
@@ -166,6 +210,7 @@ def build(num_tiles: int, heads: int, interpret=None, first_heads: tuple[int, in
                 units=units,
                 grid=grid,
                 first_heads=first_heads,
+                ahead=ahead,
                 is_interpreted=interpret is not None,
             ),
             *scratch().values(),

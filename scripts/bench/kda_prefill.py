@@ -77,7 +77,7 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
     pool = torch.zeros(1, 2 * batch + 1, heads, WIDTH, WIDTH, device="cuda")
     out = torch.zeros(tokens, heads, WIDTH, device="cuda", dtype=torch.bfloat16)
 
-    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads)
+    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, ahead=tiles.ahead)
     build_scan = kda_scan.build(batch, heads, tiles.stages)
 
     def scan(prepared, plan, layer, pool, out):

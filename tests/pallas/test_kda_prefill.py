@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mosaic_interpreter import interpreter
 
-from k3jax.pallas import kda_cases, kda_prefill_prepare
+from k3jax.pallas import kda_cases, kda_prefill_memory, kda_prefill_prepare
 from k3jax.pallas.kda_cases import CASES, PrefillCase, PrefillInputs, judge, make_inputs, recurrence, relative_error
 from k3jax.pallas.kda_prefill import (
     PrefillTiles,
@@ -21,7 +21,7 @@ from k3jax.pallas.kda_prefill_plan import make_plan
 
 TILINGS = {
     "two stages": PrefillTiles(stages=2),
-    "three stages": PrefillTiles(stages=3),
+    "three stages, loaded when needed": PrefillTiles(stages=3, ahead=False),
 }
 BY_NAME = {case.name: case for case in CASES}
 SMALL = PrefillCase(name="small", lengths=(70, 0, 5), starts=(3, 9, 0), export_offsets=(64, 0, 0))
@@ -56,6 +56,18 @@ def assert_passes(case: PrefillCase, tiles: PrefillTiles, capsys) -> None:
 def test_the_kernels_equal_the_recurrence_without_races(capsys):
     """Sequences of which one is empty (D07), a resumed one with an export, rows of others and old slots NaN (D08)."""
     assert_passes(SMALL, TILINGS["two stages"], capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_pair_prepares_tile_after_tile_without_races(ahead, monkeypatch, capsys):
+    """Loads of a tile, stores of the one before and both warpgroups' work on it share memory."""
+    for module in (kda_prefill_memory, kda_prefill_prepare):
+        monkeypatch.setattr(module, "PAIRS", 1)
+    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", 1)
+    kda_prefill_prepare.build.cache_clear()
+    assert_passes(dataclasses.replace(SMALL, name="tile after tile"), PrefillTiles(ahead=ahead), capsys)
+    kda_prefill_prepare.build.cache_clear()
 
 
 @pytest.mark.slow
