@@ -70,20 +70,25 @@ def kda_verify_pallas(
     *,
     tiles: VerifyTiles | None = None,
     interpret=None,
+    clocks: Array | None = None,
 ) -> tuple[Float[Array, "N W"], Records]:
     """Outputs of the rows' tokens, written into `out` in place, and their records.
 
     Tokens that belong to no row and records behind a row's tokens keep what they held. A row holds at most as many
-    tokens as the records: this is not checked.
+    tokens as the records: this is not checked. A benchmark gives `clocks`, int32 [R, blocks of a row, 4, STAMPS], to
+    be written in place when the warpgroups reach the stamps.
     """
     bound = config.gate_lower_bound
     assert bound is not None, "supported() refuses the softplus gate"
     rows, heads, tokens = slots.shape[0], state_pool.shape[2], records.pseudo.shape[2]
     tiles = tiles or tiles_for(rows * heads)
-    kernel = verify_kernel(rows, heads, tokens, token.packed.dtype, tiles, config.rms_norm_eps, bound, interpret)
-    refs = [jax.new_ref(x) for x in (*records, out)]
+    is_stamped = clocks is not None
+    kernel = verify_kernel(
+        rows, heads, tokens, token.packed.dtype, tiles, config.rms_norm_eps, bound, interpret, is_stamped
+    )
+    refs = [jax.new_ref(x) for x in (*records, out, *([clocks] if is_stamped else []))]
     kernel(indices, cu_seqlens, slots, *token, *params, state_pool, conv_pool, *refs)
-    *written, outputs = (jax.freeze(ref) for ref in refs)
+    *written, outputs = (jax.freeze(ref) for ref in refs[: len(records) + 1])
     return outputs, Records(*written)
 
 

@@ -29,7 +29,9 @@ from k3jax.pallas.kda_verify_registers import (
     sigmoid,
     split,
     split_in_integers,
+    store_clock,
     store_transposed,
+    sync_warpgroup,
 )
 from k3jax.pallas.shared_memory import swizzled
 
@@ -40,6 +42,10 @@ _QUERY, _KEY, _VALUE, _DECAY = range(4)  # what four warpgroups prepare, and the
 _HALF = HEAD_DIM // 2  # value rows of a product on tensor cores; also key channels of one
 _PADDED = HEAD_DIM + 4  # floats from token to token, so that a transposed store meets no bank twice
 _TOKEN_A_WARP = channels.state_layout(32)
+STAMPS = (  # that a warpgroup reaches, most of them; `all_` for having waited until the others have
+    *("start", "live", "prepared", "decayed", "built", "all_built"),
+    *("products", "all_products", "solved", "all_solved", "end"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,7 @@ class VerifyTiles:
     warpgroups_per_head: int  # 4: phases side by side, a head a block; 2: two heads a block
     lanes_per_row: int  # lanes that share a token: 8 or 16
     tokens_per_step: int  # columns computed at a time
+    is_staged: bool = False  # state through shared memory by TMA; otherwise straight into registers
 
     def __post_init__(self) -> None:
         if self.warpgroups_per_head not in (2, 4):
@@ -57,6 +64,8 @@ class VerifyTiles:
             raise ValueError(f"lanes_per_row={self.lanes_per_row} must be 8 or 16: {MAX_TOKENS} rows go to a warpgroup")
         if not 1 <= self.tokens_per_step <= MAX_TOKENS:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must lie in 1..{MAX_TOKENS}")
+        if self.is_staged and self.warpgroups_per_head != 4:
+            raise ValueError("is_staged=True: shared memory has no room for the states of two heads")
 
     @property
     def heads(self) -> int:
@@ -81,6 +90,8 @@ class _Scratch:
     built: Any
     multiplied: Any
     solved: Any
+    state: Any = None  # [128, 128], staged tiles only
+    arrived: Any = None  # [2], a half of the value rows each
 
 
 def _scratch(tiles: VerifyTiles) -> dict:
@@ -91,6 +102,10 @@ def _scratch(tiles: VerifyTiles) -> dict:
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=tiles.heads)
 
     token_tile = MAX_TOKENS, HEAD_DIM
+    staged = {}
+    if tiles.is_staged:
+        staged["state"] = swizzled((tiles.heads, HEAD_DIM, HEAD_DIM), jnp.float32)
+        staged["arrived"] = plgpu.Barrier(num_barriers=2)
     return {
         "parts": memory(3, *token_tile),
         "factors": memory(2, *token_tile),
@@ -105,16 +120,26 @@ def _scratch(tiles: VerifyTiles) -> dict:
         "built": barrier(2),
         "multiplied": barrier(tiles.warpgroups_per_head),
         "solved": barrier(tiles.warpgroups_per_head),
+        **staged,
     }
 
 
 @functools.cache
 def verify_kernel(
-    rows: int, heads: int, tokens: int, dtype, tiles: VerifyTiles, eps: float, lower_bound: float, interpret=None
+    rows: int,
+    heads: int,
+    tokens: int,
+    dtype,
+    tiles: VerifyTiles,
+    eps: float,
+    lower_bound: float,
+    interpret=None,
+    is_stamped: bool = False,
 ):
     """Build the kernel for `rows` rows of at most `tokens` tokens.
 
-    Takes (indices [2], cu_seqlens, slots, *Token, *StackedParams, states, tails, *record refs, output ref).
+    Takes (indices [2], cu_seqlens, slots, *Token, *StackedParams, states, tails, *record refs, output ref). With
+    `is_stamped` also a ref for clocks, int32 [rows, blocks of a row, 4 warpgroups, STAMPS]; dead rows keep theirs.
     """
     assert 1 <= tokens <= MAX_TOKENS
     layout = channels.state_layout(tiles.lanes_per_row)
@@ -123,10 +148,16 @@ def verify_kernel(
 
     def body(
         indices, cu_seqlens, slots, packed, decay, beta, taps, a_log, dt_bias, out_norm, states, tails,
-        pseudos, key_gates, convs, out, **scratch,
+        pseudos, key_gates, convs, out, *clocks, **scratch,
     ):  # fmt: skip
         row, block, thread = (lax.axis_index(name) for name in ("row", "heads", "warpgroup"))
-        of_block, warpgroup = thread // tiles.warpgroups_per_head, thread % tiles.warpgroups_per_head
+
+        def stamp(point: str):
+            for ref in clocks:
+                store_clock(ref.at[row, block, thread, pl.ds(STAMPS.index(point), 1)])
+
+        stamp("start")
+        of_block, warpgroup = (0, thread) if tiles.heads == 1 else (thread // 2, thread % 2)
         head = block * tiles.heads + of_block
         memory = _Scratch(**{name: ref.at[of_block] for name, ref in scratch.items()})
         slot, layer, stacked = slots[row], indices[0], indices[1]
@@ -142,7 +173,17 @@ def verify_kernel(
         def raws_of_tokens(rows, which=range(tokens)):
             return [channels.raw(row) for row in of_tokens(rows, which)]
 
+        def sync():  # shared memory that no tensor core reads
+            if tiles.is_staged:
+                sync_warpgroup(interpret is not None)
+            else:
+                plgpu.commit_smem()
+
         def arrive(barrier):
+            sync()
+            plgpu.barrier_arrive(barrier)
+
+        def arrive_for_products(barrier):
             plgpu.commit_smem()
             plgpu.barrier_arrive(barrier)
 
@@ -209,6 +250,7 @@ def verify_kernel(
             norm = lax.rsqrt(jnp.sum(x * x, axis=1) + channels.L2_EPS)
             x *= by_row(norm * jnp.where(part == _QUERY, shift * HEAD_DIM**-0.5, shift))
             plgpu.barrier_wait(memory.decayed)
+            stamp("decayed")
             from_start = x * tile(memory.factors.at[0])
             pieces = split_in_integers(from_start)
 
@@ -252,21 +294,35 @@ def verify_kernel(
             ref = states.at[layer, slot, head, own, pl.ds(half * _HALF, _HALF)]
             return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
+        def ask_for_state(which: int):
+            own = pl.ds(which * _HALF, _HALF)
+            plgpu.copy_gmem_to_smem(
+                states.at[layer, slot, head, own], memory.state.at[own], scratch["arrived"].at[which]
+            )
+
+        def received_pieces(which: int):  # of both halves of the key channels
+            plgpu.barrier_wait(scratch["arrived"].at[which])
+            own = pl.ds(which * _HALF, _HALF)
+            refs = [memory.state.at[own, pl.ds(half * _HALF, _HALF)] for half in range(2)]
+            return [lax.optimization_barrier(split(plgpu.load(ref, layout=plgpu.Layout.WGMMA))) for ref in refs]
+
         def multiply_state(own, first, second):
             """Products of the state's rows `own`: `first` is split by now, `second` only after the first's products.
 
-            Both at once take so many registers that the compiler waits for every product by itself.
+            Both at once take so many registers that the compiler waits for every product by itself: unless they were
+            staged, and so were never in registers as they are.
             """
 
             def run(total):
                 for half in range(2):
-                    large, small = split(second) if half else first
+                    large, small = (second if tiles.is_staged else split(second)) if half else first
                     columns = pl.ds(half * _HALF, _HALF)
                     right = [memory.vectors.at[pl.ds(i * 2 * MAX_TOKENS, 2 * MAX_TOKENS), columns].T for i in range(2)]
                     plgpu.wgmma(total, large, right[0])
                     plgpu.wgmma(total, large, right[1])
                     plgpu.wgmma(total, small, right[0])
-                    plgpu.wgmma_wait(0)
+                    if half or not tiles.is_staged:
+                        plgpu.wgmma_wait(0)
                 return total[...]
 
             product = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((_HALF, 2 * MAX_TOKENS), jnp.float32))
@@ -319,7 +375,7 @@ def verify_kernel(
             inverse = lax.rsqrt(jnp.sum(mixed * mixed, axis=1) * (1 / HEAD_DIM) + eps)
             gates = plgpu.load(memory.gates.at[own], layout=_TOKEN_A_WARP, optimized=False)
             memory.outputs[own] = (mixed * by_row(inverse, _TOKENS_A_GROUP) * gates).astype(dtype)
-            plgpu.commit_smem()
+            sync()
             for turn in range(_TOKENS_A_GROUP):
                 t = group * _TOKENS_A_GROUP + turn
 
@@ -328,56 +384,101 @@ def verify_kernel(
                     out[start + t, lanes] = channels.raw(memory.outputs.at[t])
 
         def four_warpgroups():
+            stamp("live")
+
             @pl.when(warpgroup < _VALUE)
             def scores_of_queries_and_keys():
                 fetched = fetch_window(warpgroup)
                 own = [warpgroup + t for t in range(0, tokens, 2)]  # gates of every other token
-                gates = fetch_gates(own)
+                gates = None if tiles.is_staged else fetch_gates(own)
                 raws, parts = convolve(warpgroup, *fetched)
-                plgpu.commit_smem()
+                sync()
+                stamp("prepared")
                 vectors = build_vectors(warpgroup)
-                arrive(memory.built)
+                stamp("built")
+                arrive_for_products(memory.built)
                 plgpu.barrier_wait(memory.built)
+                stamp("all_built")
                 score(warpgroup, vectors)
                 arrive(memory.multiplied)
+                stamp("products")
                 # The rest fills the wait for the pseudo values.
-                prepare_gates(own, gates)
+                if not tiles.is_staged:
+                    prepare_gates(own, gates)
                 arrive(memory.solved)
                 record_raws(warpgroup, raws)
                 pl.when(warpgroup == _KEY)(functools.partial(record_key_gates, 0, parts))
+                stamp("solved")
 
             # The state is long in coming: what others wait for is asked for before it.
             @pl.when(warpgroup == _VALUE)
             def values():
-                fetched, state = fetch_window(_VALUE), fetch_halves(0)
-                record_raws(_VALUE, convolve(_VALUE, *fetched)[0])
+                if tiles.is_staged:
+                    ask_for_state(0)
+                fetched = fetch_window(_VALUE)
+                if tiles.is_staged:
+                    own = range(0, tokens, 2)
+                    gates = fetch_gates(own)
+                state = None if tiles.is_staged else fetch_halves(0)
+                raws = convolve(_VALUE, *fetched)[0]
+                if tiles.is_staged:
+                    prepare_gates(own, gates)
+                else:
+                    record_raws(_VALUE, raws)
+                stamp("prepared")
                 multiply_when_built(0, state)
                 solve()
+                if tiles.is_staged:
+                    record_raws(_VALUE, raws)
+                stamp("solved")
 
             @pl.when(warpgroup == _DECAY)
             def decays():
-                fetched, state = fetch_decays(), fetch_halves(1)
+                if tiles.is_staged:
+                    ask_for_state(1)
+                fetched = fetch_decays()
+                if tiles.is_staged:
+                    own = range(1, tokens, 2)
+                    gates = fetch_gates(own)
+                state = None if tiles.is_staged else fetch_halves(1)
                 accumulate_decays(*fetched)
-                record_key_gates(1, fetched[0])
+                stamp("prepared")
+                if tiles.is_staged:
+                    prepare_gates(own, gates)
+                else:
+                    record_key_gates(1, fetched[0])
                 multiply_when_built(1, state)
                 move_queries()
+                if tiles.is_staged:
+                    record_key_gates(1, fetched[0])
+                stamp("solved")
 
             plgpu.barrier_wait(memory.solved)
+            stamp("all_solved")
             group = jnp.where(warpgroup < _VALUE, warpgroup, _VALUE + _DECAY - warpgroup)  # the solver's is the last
             pl.when(group * _TOKENS_A_GROUP < count)(functools.partial(finish, group))
+            stamp("end")
 
         def fetch_halves(which: int):
             return [fetch_state(pl.ds(which * _HALF, _HALF), half) for half in range(2)]
 
         def multiply_when_built(which: int, state):
-            first = lax.optimization_barrier(split(state[0]))  # before the wait, not after it
+            if tiles.is_staged:
+                first, second = received_pieces(which)
+            else:
+                first, second = lax.optimization_barrier(split(state[0])), state[1]  # before the wait, not after it
+            stamp("built")
             plgpu.barrier_wait(memory.built)
-            multiply_state(pl.ds(which * _HALF, _HALF), first, state[1])
+            stamp("all_built")
+            multiply_state(pl.ds(which * _HALF, _HALF), first, second)
             arrive(memory.multiplied)
+            stamp("products")
             plgpu.barrier_wait(memory.multiplied)
+            stamp("all_products")
 
         def two_warpgroups():
             # The first has the keys, then the values; the second the decays, then the queries.
+            stamp("live")
             is_first = warpgroup == 0
             part, later = jnp.where(is_first, _KEY, _QUERY), jnp.where(is_first, _VALUE, _QUERY)
             own = pl.ds(warpgroup * _HALF, _HALF)
@@ -397,23 +498,31 @@ def verify_kernel(
             fetched, first = fetch_window(later), fetch_state(own, 0)
             record_raws(later, convolve(later, *fetched)[0])
             first = lax.optimization_barrier(split(first))
+            stamp("prepared")
             gated = [warpgroup + t for t in range(0, tokens, 2)]  # every other token
             prepare_gates(gated, fetch_gates(gated))
             plgpu.commit_smem()
             vectors = build_vectors(part)
-            arrive(memory.built)
+            stamp("built")
+            arrive_for_products(memory.built)
             second = fetch_state(own, 1)  # not before: 32 registers
             plgpu.barrier_wait(memory.built)
+            stamp("all_built")
             score(part, vectors)
             multiply_state(own, first, second)
             arrive(memory.multiplied)
+            stamp("products")
             plgpu.barrier_wait(memory.multiplied)
+            stamp("all_products")
             pl.when(is_first)(solve)
             pl.when(warpgroup == 1)(move_queries)
+            stamp("solved")
             plgpu.barrier_wait(memory.solved)
+            stamp("all_solved")
             for first_group in range(0, -(-tokens // _TOKENS_A_GROUP), 2):
                 group = first_group + warpgroup
                 pl.when(group * _TOKENS_A_GROUP < count)(functools.partial(finish, group))
+            stamp("end")
 
         # The layers take part in the condition so that they are loaded beside the slot, not after it.
         @pl.when((slot > 0) & (count > 0) & (layer >= 0) & (stacked >= 0) & (head < heads))

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
 
 
 def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -27,8 +29,10 @@ def rounded(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def split_in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two bfloat16 whose sum is a finite x to 17 bits, of any layout."""
-    large, wide = rounded(x)
+    """Two bfloat16 whose sum is a finite x to 17 bits, of any layout. Halfway cases away from zero: no matter here."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x8000)
+    large = lax.bitcast_convert_type(lax.shift_right_logical(bits, jnp.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
+    wide = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return large, (x - wide).astype(jnp.bfloat16)
 
 
@@ -50,3 +54,20 @@ def store_transposed(ref, product: jax.Array, is_interpreted: bool) -> None:
         single.store_untiled(mgpu.utils.memref_transpose(ref, (1, 0)), optimized=False)
 
     store(ref, product)  # pyright: ignore[reportCallIssue]
+
+
+def store_clock(ref) -> None:
+    """Store the multiprocessor's clock, as the last of the warpgroup's warps finds it, to the one number of `ref`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(_, ref):
+        zero = arith.constant(ir.IndexType.get(), 0)
+        memref.store(mgpu.utils.clock(), ref, [zero])
+
+    store(ref)  # pyright: ignore[reportCallIssue]
+
+
+def sync_warpgroup(is_interpreted: bool) -> None:
+    """Show the warpgroup's threads each other's stores, without the fence for tensor cores and copies."""
+    if not is_interpreted:  # where a warpgroup is one thread
+        plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()

@@ -2,6 +2,8 @@
 
 Cold: the calls of a graph rotate over layers of a pool larger than the L2 cache. `--sweep` times every tiling,
 otherwise the default. `launch_us` is the same graph with every row dead: what a launch costs before any state moves.
+`--stages` adds the cycle, behind the block's first stamp, at which each warpgroup reaches the stages of
+`kda_verify_block.STAMPS`: the median over layers, rows and heads, of a kernel that stores the clock on its way.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from bench.kda_decode import HEAD_DIM, emit, setup  # noqa: E402
 from k3jax import presets  # noqa: E402
 from k3jax.pallas import kda_verify  # noqa: E402
 from k3jax.pallas.kda_verify import VerifyTiles  # noqa: E402
+from k3jax.pallas.kda_verify_block import STAMPS  # noqa: E402
 from k3jax.replay import Records  # noqa: E402
 
 BARS_US = {1: (6.0, 4.5), 4: (7.0, 5.5), 16: (12.0, 9.0), 64: (36.0, 26.0)}  # must and aim at 12 heads and 9 tokens
 SWEEP = tuple(
     VerifyTiles(warpgroups_per_head=warpgroups, lanes_per_row=8, tokens_per_step=step)
     for warpgroups, step in ((4, 9), (4, 3), (2, 3), (2, 9))
-)
+) + (VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, is_staged=True),)
 
 
 def main() -> None:
@@ -39,13 +42,17 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=9, help="tokens a row verifies (default: 9)")
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
+    parser.add_argument("--tilings", type=int, nargs="*", help="time only these of the sweep, counted from 0")
+    parser.add_argument("--stages", action="store_true", help="also print when warpgroups reach the kernel's stages")
     args = parser.parse_args()
     for batch in args.batch:
-        for tiles in SWEEP if args.sweep else (kda_verify.tiles_for(batch * args.heads),):
-            emit("kda_verify", batch, args.heads, tiles, functools.partial(measure, tokens=args.tokens))
+        chosen = [SWEEP[i] for i in args.tilings] if args.tilings else SWEEP
+        for tiles in chosen if args.sweep or args.tilings else (kda_verify.tiles_for(batch * args.heads),):
+            run = functools.partial(measure, tokens=args.tokens, with_stages=args.stages)
+            emit("kda_verify", batch, args.heads, tiles, run)
 
 
-def measure(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> dict:
+def measure(batch: int, heads: int, tiles: VerifyTiles, tokens: int, with_stages: bool = False) -> dict:
     """Microseconds of a call and of an empty one; the floor counts the state read once and the records written."""
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -66,20 +73,37 @@ def measure(batch: int, heads: int, tiles: VerifyTiles, tokens: int) -> dict:
         outputs, written = kda_verify.kda_verify_pallas(*arguments, config=presets.k3(), tiles=tiles)
         return outputs, *written
 
-    times = {
-        name: round(
-            graph_us(
-                kernel,
-                [(i, cu_seqlens, slots, s.token, s.params, s.state, s.tails, records, out) for i in s.indices],
-            ),
-            2,
-        )
-        for name, slots in (("us", s.live), ("launch_us", s.dead))
-    }
+    def calls(slots) -> list[tuple]:
+        return [(i, cu_seqlens, slots, s.token, s.params, s.state, s.tails, records, out) for i in s.indices]
+
+    times = {name: round(graph_us(kernel, calls(x)), 2) for name, x in (("us", s.live), ("launch_us", s.dead))}
     floor = moved / READ_BYTES_PER_S * 1e6
     must, aim = BARS_US.get(batch, (None, None)) if (heads, tokens) == (12, 9) else (None, None)
     rate = round(moved / times["us"] / 1e6, 2)
-    return {**times, "tokens": tokens, "floor_us": round(floor, 2), "must_us": must, "aim_us": aim, "tb_per_s": rate}
+    row = {**times, "tokens": tokens, "floor_us": round(floor, 2), "must_us": must, "aim_us": aim, "tb_per_s": rate}
+    return row | (stages(calls(s.live), batch, heads, tiles) if with_stages else {})
+
+
+def stages(calls: list[tuple], batch: int, heads: int, tiles: VerifyTiles) -> dict:
+    """Microseconds of the stamped kernel, and the cycles at which each of four warpgroups reaches each stage."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    clocks = torch.zeros(len(calls), batch, -(-heads // tiles.heads), 4, len(STAMPS), device="cuda", dtype=torch.int32)
+
+    def kernel(*arguments):
+        *rest, clocks = arguments
+        outputs, written = kda_verify.kda_verify_pallas(*rest, config=presets.k3(), tiles=tiles, clocks=clocks)
+        return outputs, *written
+
+    us = graph_us(kernel, [(*call, own) for call, own in zip(calls, clocks, strict=True)])
+    flat = clocks.flatten(0, 2).long()  # [blocks, warpgroups, stamps]
+    cycles = (flat - flat[:, :, :1].amin(1, keepdim=True)) % 2**32
+    median = cycles.float().median(0).values.int().tolist()
+    reached = [
+        {stage: at for stage, at, raw in zip(STAMPS, row, raws, strict=True) if raw}
+        for row, raws in zip(median, flat[0].tolist(), strict=True)
+    ]
+    return {"stamped_us": round(us, 2), "cycles": reached}
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ def check_decode() -> bool:
 def check_verify() -> bool:
     """Every case of verify, the larger ones with one and with two heads a block, then of commit."""
     passed = [_report(f"verify, {case.name}", run_verify(case, _rng())) for case in kda_verify_cases.CASES]
-    for warpgroups in (4, 2):
-        tiles = dataclasses.replace(kda_verify.tiles_for(1), warpgroups_per_head=warpgroups)
+    for warpgroups, is_staged in ((4, False), (4, True), (2, False)):
+        tiles = dataclasses.replace(kda_verify.tiles_for(1), warpgroups_per_head=warpgroups, is_staged=is_staged)
         for case in kda_verify_cases.GPU_CASES:
-            name = f"verify, {tiles.heads} heads a block, {case.name}"
+            name = f"verify, {tiles.heads} heads a block, {'staged, ' * is_staged}{case.name}"
             passed.append(_report(name, run_verify(case, _rng(), tiles)))
     commits = (*kda_commit_cases.CASES, *kda_commit_cases.GPU_CASES)
     return all([*passed, *(_report(f"commit, {case.name}", run_commit(case, _rng())) for case in commits)])

@@ -22,6 +22,7 @@ def rng() -> np.random.Generator:
 
 
 TWO_HEADS = VerifyTiles(warpgroups_per_head=2, lanes_per_row=8, tokens_per_step=3)
+STAGED = VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, is_staged=True)
 
 
 def assert_passes(case, capsys, tiles=None) -> None:
@@ -47,6 +48,15 @@ def test_verify_equals_running_the_tokens_one_by_one(case, capsys):
 )
 def test_two_heads_a_block_give_the_same(case, capsys):
     assert_passes(case, capsys, TWO_HEADS)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1:], LONG[2]))],
+    ids=lambda case: case.name,
+)
+def test_a_state_through_shared_memory_gives_the_same(case, capsys):
+    assert_passes(dataclasses.replace(case, heads=1), capsys, STAGED)
 
 
 def test_an_odd_number_of_heads_leaves_half_a_block_idle(capsys):
@@ -103,5 +113,7 @@ def test_tiles_that_do_not_divide_the_tokens_are_refused():
         VerifyTiles(warpgroups_per_head=4, lanes_per_row=32, tokens_per_step=1)
     with pytest.raises(ValueError, match="tokens_per_step=17"):
         VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=17)
+    with pytest.raises(ValueError, match="no room for the states of two heads"):
+        dataclasses.replace(TWO_HEADS, is_staged=True)
     with pytest.raises(ValueError, match="warpgroups_per_head=1"):
         VerifyTiles(warpgroups_per_head=1, lanes_per_row=8, tokens_per_step=3)
