@@ -126,7 +126,9 @@ def place_kernel(
         fetch(0, 0)
         read = functools.partial(router_counts.read_token, chosen, marks)
         ahead = read(first)
-        is_local, total, before = router_counts.local_counts(marks, table, first, tokens, tiles, local, num_local)
+        is_local, total, before = router_counts.local_counts(
+            marks, table, first, tokens, tiles, local, num_local, interpret is not None
+        )
         length = (total + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
         num_tiles = (total + (tile - 1)) // tile
         rows_before, tiles_before = router_counts.sums_before(memory.scan, length, num_tiles)

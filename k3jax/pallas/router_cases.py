@@ -27,6 +27,7 @@ GAP = 4e-7  # between biased scores, relative to 1 or their size, that rounding 
 WEIGHT_LIMIT = 1e-6  # relative, given the same logits
 SMALL = RouterTiles(logits=LogitTiles(tokens=8, warpgroups=2, shares=2), map=MapTiles(tokens=2, min_blocks=2))
 SPREAD = dataclasses.replace(SMALL, spreads_choice=True)
+SHARED = dataclasses.replace(SMALL, logits=LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=2))
 CHUNKED = dataclasses.replace(SMALL, map=MapTiles(tokens=2, min_blocks=2, chunk=4))
 
 
@@ -54,6 +55,8 @@ CASES = (
     RouterCase(
         name="all rows to four experts, chunks, last of four ranks", tokens=6, favourites=4, part=(3, 4), tiles=CHUNKED
     ),
+    RouterCase(name="eight marks a lane", tokens=6, experts=896, dead=(4,)),
+    RouterCase(name="hidden rows read by two blocks for both", tokens=9, tiles=SHARED),
     RouterCase(name="a block a token, ties, padding", tokens=5, experts=256, ties=True, dead=(1,), tiles=SPREAD),
 )
 K3 = RouterCase(name="K3", tokens=1, experts=896, width=7168, chosen=16, latent=3584, tiles=None)

@@ -20,9 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas import router_bytes
 from k3jax.pallas.router_select import COUNT_SHIFT, GROUP, LANES, mark_shape
 
-BATCH = 32  # groups read at once
+BATCH = 48  # groups read at once, at most
 SCAN_STEPS = LANES.bit_length() - 1
 SCAN_SHAPE = (2, 2 * LANES, 2)  # of the scratch of `sums_before`: turn, lanes behind as many zeros, which of the sums
 
@@ -34,6 +35,7 @@ class MapTiles:
     tokens: int  # of a block
     min_blocks: int = 128  # blocks without tokens help to write what there is by expert, a few scalars each
     chunk: int = 256  # tokens of a chunk
+    adds_words: bool = True  # four counts at once; else each by itself
 
     def __post_init__(self) -> None:
         if self.tokens not in (1, 2) and self.tokens % GROUP:
@@ -60,26 +62,37 @@ def thread_rows(columns: int):
     )
 
 
-def _count(marks, first, num_groups, own_group) -> tuple[jax.Array, jax.Array]:
+def _count(marks, first, num_groups, own_group, tiles: MapTiles, is_interpreted: bool) -> tuple[jax.Array, jax.Array]:
     """Tokens by expert of `num_groups` groups from `first` on: all, and those of groups before `own_group`.
 
     Many groups are read before the first is counted, because each reading waits for memory; the last batch overlaps
     the one before and counts only what is new.
     """
     groups, *shape = marks.shape
-    layout, batch = thread_rows(shape[-1]), min(groups, BATCH)
+    layout = thread_rows(shape[-1])
+    most = min(groups, tiles.chunk // GROUP)
+    batch = -(-most // -(-most // BATCH))
+    kind = jnp.int8 if tiles.adds_words else jnp.int32
+
+    def add_mark(total, mark, is_counted):
+        keep = is_counted.astype(jnp.int32)
+        if tiles.adds_words:
+            return router_bytes.add_high_halves(total, mark, keep, layout, is_interpreted)
+        return total + (mark.astype(jnp.int32) >> COUNT_SHIFT) * keep
+
+    def widened(total):
+        return total.astype(jnp.int32) & router_bytes.MOST if tiles.adds_words else total
 
     def add(step, carry):
-        total, before = carry
         start = first + step * batch
         those = [jnp.minimum(start, groups - batch) + offset for offset in range(batch)]
         read = [plgpu.load(marks.at[group], layout=layout, optimized=False) for group in those]
+        sums = [plgpu.layout_cast(jnp.zeros(shape, kind), layout)] * 2
         for group, mark in zip(those, read, strict=True):
             is_new = (group >= start) & (group < first + num_groups)
-            count = (mark.astype(jnp.int32) >> COUNT_SHIFT) * is_new.astype(jnp.int32)
-            total += count
-            before += count * (group < own_group).astype(jnp.int32)
-        return total, before
+            for which, is_counted in enumerate((is_new, is_new & (group < own_group))):
+                sums[which] = add_mark(sums[which], mark, is_counted)
+        return tuple(total + widened(part) for total, part in zip(carry, sums, strict=True))
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
     return lax.fori_loop(0, (num_groups + (batch - 1)) // batch, add, (zeros, zeros))
@@ -97,7 +110,8 @@ def chunk_kernel(tokens: int, experts: int, tiles: MapTiles, interpret=None):
     def body(marks, out):
         chunk = lax.axis_index("chunk")
         first = chunk * chunk_groups
-        out[chunk], _ = _count(marks, first, jnp.minimum(chunk_groups, groups - first), 0)
+        count = jnp.minimum(chunk_groups, groups - first)
+        out[chunk], _ = _count(marks, first, count, 0, tiles, interpret is not None)
 
     return plgpu.kernel(
         body,
@@ -116,12 +130,13 @@ def chunk_table(marks, tokens: int, num_experts: int, tiles: MapTiles, interpret
     return (chunk_kernel(tokens, num_experts, tiles, interpret)(marks),)
 
 
-def counts(marks, table, first, tokens: int, tiles: MapTiles) -> tuple[jax.Array, jax.Array]:
+def counts(marks, table, first, tokens: int, tiles: MapTiles, is_interpreted: bool) -> tuple[jax.Array, jax.Array]:
     """Tokens by expert [lanes, columns]: all, and those of groups before that of token `first`."""
     groups, chunk_groups = marks.shape[0], tiles.chunk // GROUP
     chunk = jnp.minimum(first, tokens - 1) // tiles.chunk
     first_group = chunk * chunk_groups
-    own = _count(marks, first_group, jnp.minimum(chunk_groups, groups - first_group), first // GROUP)
+    count = jnp.minimum(chunk_groups, groups - first_group)
+    own = _count(marks, first_group, count, first // GROUP, tiles, is_interpreted)
     if table is None:
         return own
 
@@ -141,7 +156,9 @@ class LocalCounts(NamedTuple):
     before: jax.Array  # of groups before that of the block's first token
 
 
-def local_counts(marks, table, first, tokens: int, tiles: MapTiles, first_local, num_local: int) -> LocalCounts:
+def local_counts(
+    marks, table, first, tokens: int, tiles: MapTiles, first_local, num_local: int, is_interpreted: bool
+) -> LocalCounts:
     """`counts` of the experts from `first_local` on."""
     lane, column = (
         plgpu.broadcasted_iota(jnp.int32, marks.shape[1:], axis, layout=thread_rows(marks.shape[-1]))
@@ -149,7 +166,7 @@ def local_counts(marks, table, first, tokens: int, tiles: MapTiles, first_local,
     )
     expert = lane * marks.shape[-1] + column
     is_local = (expert >= first_local) & (expert < first_local + num_local)
-    total, before = counts(marks, table, first, tokens, tiles)
+    total, before = counts(marks, table, first, tokens, tiles, is_interpreted)
     return LocalCounts(is_local, jnp.where(is_local, total, 0), jnp.where(is_local, before, 0))
 
 

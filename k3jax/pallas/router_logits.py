@@ -2,7 +2,8 @@
 
 A block multiplies 64 experts per warpgroup with a tile of tokens over one share of the width and writes its partial
 sums; whoever reads them adds the shares in order. Many shares keep all multiprocessors busy with few tokens, where the
-weight's bytes bound it; with many tokens one share is enough and the tensor cores do.
+weight's bytes bound it; with many tokens one share is enough and the tensor cores do. In between,
+hidden rows that every block reads out of the L2 cache bound it, so two blocks of a cluster read half each for both.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from k3jax.pallas.shared_memory import swizzled
 EXPERTS = 64  # of a warpgroup
 STEP = 64  # channels that are in one stage
 TOKEN_MULTIPLE = 8  # TMA cuts rows of the tiled operand in eights
+SHARER = "sharer"  # axis of a cluster
 RING_BYTES = 208 * 1024
 MAX_STAGES = 8
 
@@ -33,18 +35,24 @@ class LogitTiles:
     tokens: int
     warpgroups: int  # of 64 experts each
     shares: int  # of the width
+    sharers: int = 1  # blocks of a cluster, neighbours in experts, that read hidden rows for one another
 
     def __post_init__(self) -> None:
         if self.tokens % TOKEN_MULTIPLE or not 0 < self.tokens <= 256:
             raise ValueError(f"tokens={self.tokens} must be a multiple of {TOKEN_MULTIPLE} up to 256")
         if self.warpgroups not in (1, 2):
             raise ValueError(f"warpgroups={self.warpgroups} must be 1 or 2")
+        if self.tokens % (TOKEN_MULTIPLE * self.sharers):
+            raise ValueError(f"tokens={self.tokens} do not divide into eights for sharers={self.sharers}")
         if self.shares < 1:
             raise ValueError(f"shares={self.shares} must be at least 1")
 
     def grid(self, tokens: int, experts: int) -> tuple[int, int, int]:
-        """Tiles of experts, tiles of tokens, shares."""
-        return experts // (EXPERTS * self.warpgroups), -(-tokens // self.tokens), self.shares
+        """Tiles of experts, those of a cluster together; tiles of tokens; shares."""
+        tiles = experts // (EXPERTS * self.warpgroups)
+        if tiles % self.sharers:
+            raise ValueError(f"{tiles} tiles of experts are no multiple of sharers={self.sharers}")
+        return tiles // self.sharers, -(-tokens // self.tokens), self.shares
 
 
 def tiles_for(tokens: int, experts: int, width: int, multiprocessors: int = 132) -> LogitTiles:
@@ -52,9 +60,9 @@ def tiles_for(tokens: int, experts: int, width: int, multiprocessors: int = 132)
     shares = [n for n in (1, 2, 4, 8, 16) if width % (n * STEP) == 0]
     if tokens <= 224:
         fitting = [n for n in shares if n * (experts // EXPERTS) <= multiprocessors]
-        return LogitTiles(
-            tokens=-(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE, warpgroups=1, shares=max(fitting, default=1)
-        )
+        size = -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+        can_share = size > EXPERTS and size % (2 * TOKEN_MULTIPLE) == 0 and experts % (2 * EXPERTS) == 0
+        return LogitTiles(tokens=size, warpgroups=1, shares=max(fitting, default=1), sharers=2 if can_share else 1)
     warpgroups = 2 if experts % (2 * EXPERTS) == 0 else 1
     options = [
         LogitTiles(tokens=size, warpgroups=warpgroups, shares=n)
@@ -82,9 +90,12 @@ def logits_kernel(tokens: int, experts: int, width: int, tiles: LogitTiles, inte
     rows = EXPERTS * tiles.warpgroups
     stages = min(MAX_STAGES, steps, RING_BYTES // (2 * STEP * (size + rows)))
     grid = tiles.grid(tokens, experts)
+    shares_rows = tiles.sharers > 1
 
     def body(layer, hidden, router, out, hidden_ring, router_ring, ready, consumed):
         expert_tile, token_tile, share = (lax.axis_index(name) for name in ("expert_tile", "token_tile", "share"))
+        if shares_rows:
+            expert_tile = expert_tile * tiles.sharers + lax.axis_index(SHARER)
         warpgroup = lax.axis_index("warpgroup")
         those_tokens, stored = pl.ds(token_tile * size, size), layer[0]
 
@@ -93,7 +104,12 @@ def logits_kernel(tokens: int, experts: int, width: int, tiles: LogitTiles, inte
             channels = pl.ds((share * steps + step) * STEP, STEP)
             those_experts = pl.ds(expert_tile * rows, rows)
             plgpu.copy_gmem_to_smem(router.at[stored, those_experts, channels], router_ring.at[stage], ready.at[stage])
-            plgpu.copy_gmem_to_smem(hidden.at[those_tokens, channels], hidden_ring.at[stage], ready.at[stage])
+            plgpu.copy_gmem_to_smem(
+                hidden.at[those_tokens, channels],
+                hidden_ring.at[stage],
+                ready.at[stage],
+                collective_axes=SHARER if shares_rows else None,
+            )
 
         @pl.when(warpgroup == 0)
         def _():
@@ -129,11 +145,17 @@ def logits_kernel(tokens: int, experts: int, width: int, tiles: LogitTiles, inte
         by_token = plgpu.layout_cast(total, plgpu.Layout.WGMMA_TRANSPOSED)
         out.at[share, those_tokens, own].T[...] = by_token
 
+    # A stage is free when no block of the cluster reads it any more: rows come to all of them.
+    consumed = plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages)
+    cluster = {}
+    if shares_rows:
+        consumed = plgpu.ClusterBarrier(collective_axes=(SHARER,), num_arrivals=tiles.warpgroups, num_barriers=stages)
+        cluster = {"cluster": (tiles.sharers,), "cluster_names": (SHARER,)}
     scratch: list[Any] = [
         swizzled((stages, size, STEP), jnp.bfloat16),
         swizzled((stages, rows, STEP), jnp.bfloat16),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=stages),
+        consumed,
     ]
     return plgpu.kernel(
         body,
@@ -143,6 +165,7 @@ def logits_kernel(tokens: int, experts: int, width: int, tiles: LogitTiles, inte
         num_threads=tiles.warpgroups,
         thread_name="warpgroup",
         scratch_types=scratch,
+        **cluster,
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

@@ -72,7 +72,9 @@ def map_kernel(tokens: int, experts: int, num_chosen: int, num_local: int, tile:
         first = block * tiles.tokens
         read = functools.partial(router_counts.read_token, chosen, marks)
         ahead = read(first)
-        is_local, total, before = router_counts.local_counts(marks, table, first, tokens, tiles, local, num_local)
+        is_local, total, before = router_counts.local_counts(
+            marks, table, first, tokens, tiles, local, num_local, interpret is not None
+        )
 
         num_rows = jnp.sum(jnp.sum(total, axis=1))
         num_tiles = (total + (tile - 1)) // tile

@@ -2,8 +2,9 @@
 
 `logits_us`, `select_us`, `map_us` and above 256 tokens `chunks_us` are each kernel's time in a graph of its own, and
 `us` is their sum: they wait for each other, so in a step they cost no less. `select_us` is the choice as it is made,
-`select_warp_us` and `select_block_us` with a warp or a block for each token. Cold: the weights rotate over layers that
-together exceed the L2 cache; what one kernel leaves for the next stays in it, as in a step.
+`select_warp_us` and `select_block_us` with a warp or a block for each token; `map_by_bytes_us` is the map's with
+counts added one by one, `logits_alone_us` the logits' where no block reads hidden rows for another. Cold: the weights
+rotate over layers that together exceed the L2 cache; what one kernel leaves for the next stays in it, as in a step.
 """
 
 from __future__ import annotations
@@ -61,12 +62,13 @@ def main() -> None:
 
 def sweep(tokens: int, logits: LogitTiles, mapped: MapTiles) -> list[tuple[LogitTiles, MapTiles]]:
     """The chosen tilings, then one thing changed at a time."""
-    others = [
+    others = [dataclasses.replace(logits, sharers=1)] + [
         LogitTiles(tokens=logits.tokens, warpgroups=warpgroups, shares=shares)
         for warpgroups in (1, 2)
         for shares in (1, 2, 4, 7, 8, 14, 16)
     ]
-    maps = [MapTiles(tokens=n, min_blocks=m) for n in (1, 2, 4, 16, 64) for m in (64, 128)]
+    maps = [dataclasses.replace(mapped, adds_words=False)]
+    maps += [MapTiles(tokens=n, min_blocks=m) for n in (1, 2, 4, 16, 64) for m in (64, 128)]
     return [(logits, mapped), *((other, mapped) for other in others), *((logits, other) for other in maps)]
 
 
@@ -113,6 +115,12 @@ def measure(tokens: int, logit_tiles: LogitTiles, map_tiles: MapTiles) -> dict:
     floor = max(moved / READ_BYTES_PER_S, 2 * tokens * EXPERTS * WIDTH / FLOP_PER_S) * 1e6
     bars = {"must_us": MUST_US, "aim_us": AIM_US} if tokens <= MOST else {}
     us = sum(times.values())
+    if logit_tiles.sharers > 1:
+        alone = router_logits.logits_kernel(padded, EXPERTS, WIDTH, dataclasses.replace(logit_tiles, sharers=1))
+        times["logits_alone_us"] = graph_us(alone, [(layer, hidden, weight) for layer in layers])
+    plain = dataclasses.replace(map_tiles, adds_words=False)
+    counted = router_map.map_kernel(tokens, EXPERTS, CHOSEN, EXPERTS, tile, plain)
+    times["map_by_bytes_us"] = graph_us(counted, [(ints(0), chosen, marks, *table)])
     times |= {f"select_{name}_us": value for name, value in compared.items()}
     return {"us": round(us, 2), **{k: round(v, 2) for k, v in times.items()}, "floor_us": round(floor, 2), **bars}
 

@@ -83,6 +83,18 @@ def test_the_judge_rejects_a_swapped_tie_and_a_weight_one_part_in_a_hundred_thou
     assert router_cases.judge_choice(logits, bias, np.array([[1, 2]]), weights * 1.00001)[1] > router_cases.WEIGHT_LIMIT
 
 
+@pytest.mark.parametrize("sharers", [1, 2])
+def test_logits_go_round_a_ring_shorter_than_the_width(sharers, monkeypatch, capsys):
+    monkeypatch.setattr(router_logits, "MAX_STAGES", 2)
+    tiles = LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=sharers)
+    kernel = router_logits.logits_kernel(16, 128, 4 * router_logits.STEP, tiles, INTERPRETER)
+    hidden, weight = (jnp.asarray(rng().standard_normal((n, 4 * router_logits.STEP)), jnp.bfloat16) for n in (16, 128))
+    [logits] = jax.jit(kernel)(jnp.zeros(1, jnp.int32), hidden, weight[None])
+    exact = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(logits, exact, atol=1e-4)
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("tokens", [16, 144, 8192])
 def test_logits_lower_for_hopper(tokens):
     assert "mosaic_gpu" in moe_lowering.logits(tokens)
@@ -102,8 +114,8 @@ def test_the_tile_map_of_many_tokens_and_of_a_rank_lowers_for_hopper():
 
 def test_logit_tiles_fill_the_gpu_at_k3s_shapes():
     small, large = (router_logits.tiles_for(n, 896, 7168) for n in (144, 8192))
-    assert small.grid(144, 896) == (14, 1, 8)
-    assert small.tokens == 144
+    assert small.grid(144, 896) == (7, 1, 8)  # of clusters
+    assert (small.tokens, small.sharers) == (144, 2)
     assert (large.tokens, large.shares) == (224, 1)
     assert large.grid(8192, 896) == (7, 37, 1)  # 259 blocks, two waves of 132
 
@@ -113,6 +125,10 @@ def test_tiles_that_cannot_be_are_refused():
         LogitTiles(tokens=12, warpgroups=1, shares=1)
     with pytest.raises(ValueError, match="warpgroups=3"):
         LogitTiles(tokens=8, warpgroups=3, shares=1)
+    with pytest.raises(ValueError, match="into eights for sharers=2"):
+        LogitTiles(tokens=8, warpgroups=1, shares=1, sharers=2)
+    with pytest.raises(ValueError, match="7 tiles of experts are no multiple of sharers=2"):
+        LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=2).grid(16, 7 * router_logits.EXPERTS)
     with pytest.raises(ValueError, match="tokens=6 must be 1, 2 or a multiple of 4"):
         MapTiles(tokens=6)
     with pytest.raises(ValueError, match="chunk=100 must be"):
