@@ -43,7 +43,8 @@ def finish_transfers(state: SchedulerState, results: tuple[TransferResult, ...])
             if request is not None:
                 _end_parking(state, request, is_ok=result.is_ok)
         elif request is not None:
-            is_ok = result.is_ok and not any(entry.is_forgotten for entry in moving.entries)
+            is_lost = request.node.is_dropped or any(entry.is_forgotten for entry in moving.entries)
+            is_ok = result.is_ok and not is_lost
             state.count_transfer(is_load=True, is_ok=is_ok)
             if not is_ok:
                 for entry in moving.entries:

@@ -6,6 +6,7 @@ from serving.core.crossings import abandon_crossing, settle_crossing
 from serving.core.growth import preempt
 from serving.core.offload import forget_parked
 from serving.core.plan_draft import DraftCrossing, VerifyDraft
+from serving.core.prefix_node import PrefixNode
 from serving.core.publishing import commit, leave
 from serving.core.request import LiveRequest, Phase
 from serving.core.state import Dispatched, SchedulerState
@@ -132,13 +133,15 @@ def _accept(
 def _distrust(state: SchedulerState, request: LiveRequest, *, has_come_back: bool) -> None:
     """Drop all that a request wrote, once a result of it was NaN; without a good result also what it started from.
 
-    Those who have read any of it and have no result of their own yet start again. A good result proves that what
-    was read was good, since NaN spreads to everything that is computed from it.
+    Those who have read any of it and have no result of their own yet start again, and so do those in the queue who are
+    to start from it. A good result proves that what was read was good, since NaN spreads to everything that is computed
+    from it.
     """
     suspects = [] if request.has_good_result else request.digests[: request.num_resumed // state.limits.page_size]
     doomed = state.cache.distrust(request, suspects)
     wrote = [node.digest for node in (*request.published, *request.checkpointed, *doomed)]
     state.host.distrust([*wrote, *suspects])
+    _distrust_waiting(state, doomed, {*wrote, *suspects})
     for reader in list(state.running):
         has_read = reader.node in doomed or reader.resumed_by == request.arrival
         is_other = reader is not request or has_come_back
@@ -146,6 +149,22 @@ def _distrust(state: SchedulerState, request: LiveRequest, *, has_come_back: boo
             preempt(state, reader, can_park=False)
             for dispatched in state.in_flight:
                 dispatched.stale.add(reader)
+
+
+def _distrust_waiting(state: SchedulerState, doomed: set[PrefixNode], digests: set[bytes]) -> None:
+    """Take from those without a row what a load brought behind `doomed` pages, or they parked after `digests`.
+
+    A load under way behind such a page is of no use either, see `serving.core.restore.finish_transfers`.
+    """
+    for request in [*state.waiting, *state.moving]:
+        is_bad = request.node in doomed
+        if request.parked is not None and not request.has_good_result:
+            has_read = request.digests[: request.num_resumed // state.limits.page_size]
+            if not digests.isdisjoint(has_read):
+                forget_parked(state, request)
+                is_bad = True
+        if is_bad and request.num_loaded and request.phase is Phase.WAITING:
+            state.strip(request)
 
 
 def end(state: SchedulerState, request: LiveRequest, reason: FinishReason, error: str | None = None) -> OutputDelta:

@@ -103,11 +103,15 @@ class SchedulerState:
             if request is older:
                 return False
             if request.num_loaded and (older is None or older.key < request.key):
-                request.num_loaded = 0
-                request.looked_up = -1
-                self.free_memory(request)
+                self.strip(request)
                 return True
         return False
+
+    def strip(self, request: LiveRequest) -> None:
+        """Take back what a load has brought to a waiting request; it looks for a prefix again."""
+        request.num_loaded = 0
+        request.looked_up = -1
+        self.free_memory(request)
 
     def num_pages(self, num_positions: int) -> int:
         """Pages that hold `num_positions`."""

@@ -255,3 +255,50 @@ def test_stores_end_when_nothing_else_happens(host_bytes, is_failing):
     assert store.transfers
     assert not store.num_in_flight
     drive.assert_all_free()
+
+
+@OVERLAP
+@pytest.mark.parametrize(("starts_late", "delay"), [(False, 3), (False, 8), (True, 0), (True, 3)])
+def test_nan_reported_during_a_load_or_before_its_request_starts_ends_no_reader(starts_late, delay, overlap):
+    """D39: what is loaded follows pages of the device that a long prompt has spoilt, which says so in its last step."""
+    is_slow = [False]
+    store = FakeStore(delay=lambda transfer: delay if is_slow[0] and transfer.kind is TransferKind.LOAD else 0)
+    drive = _drive(overlap=overlap, store=store, num_pages=21, max_step_tokens=32)
+    drive.run_alone(same_prefix("a", prompt(64), prompt(6, 7)))
+    _push_out(drive)
+    is_slow[0] = True
+    drive.executor.inject(Fault(step=drive.scheduler.num_steps, kind="nan"))
+    drive.add(same_prefix("spoils", prompt(32), prompt(70, 3)))
+    drive.step()
+    drive.add(same_prefix("loads", prompt(64), prompt(9, 5)))
+    drive.step()
+    assert drive.scheduler.stats().num_loading
+    if starts_late:  # somebody else has the row when the load ends
+        drive.add(same_prefix("other", prompt(50, 8), max_tokens=9, priority=-1))
+    drive.settle()
+    assert {name: drive.ledger.last[name].finish_reason for name in ("spoils", "loads")} == {
+        "spoils": "error",
+        "loads": "length",
+    }
+    drive.assert_all_free()
+
+
+@OVERLAP
+def test_nan_reported_while_a_reader_is_parked_keeps_it_from_its_state(overlap):
+    """D39: it was preempted before it had a result; its pages are computed again by another with the same prompt, and
+    the state alone that it parked is spoilt."""
+    is_slow = [False]
+    store = FakeStore(delay=lambda transfer: 15 if is_slow[0] else 0)
+    drive = _drive(overlap=overlap, store=store, checkpoint_every=32, num_pages=11, max_step_tokens=32)
+    drive.executor.inject(Fault(step=0, kind="nan"))
+    drive.add(same_prefix("spoils", prompt(32), prompt(100, 3)))
+    drive.step()
+    drive.add(same_prefix("parks", prompt(32), prompt(100, 5)))
+    is_slow[0] = True
+    drive.step_until(lambda: drive.scheduler.stats().parks_total)
+    drive.add(same_prefix("same", prompt(32), prompt(100, 5), priority=-1))
+    drive.add(same_prefix("other", prompt(3, 6), max_tokens=12, priority=-1))  # the second row, for so long
+    drive.settle()
+    reasons = {name: last.finish_reason for name, last in drive.ledger.last.items()}
+    assert reasons == {"spoils": "error", "parks": "length", "same": "length", "other": "length"}
+    drive.assert_all_free()
