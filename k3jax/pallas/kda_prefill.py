@@ -61,14 +61,17 @@ class PrefillTiles:
     """How blocks use their memory."""
 
     stages: int = 3  # tiles a block of the scan holds for the state side
+    output_stages: int = 3  # and for the output side
     ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
 
     def __post_init__(self) -> None:
         if self.stages not in (2, 3):
             raise ValueError(f"stages={self.stages}: 2 let a tile load while another is used, and 3 are what fits")
+        if self.output_stages not in (2, 3):
+            raise ValueError(f"output_stages={self.output_stages}: must be 2 or 3, as for stages")
 
 
-SWEEP = (PrefillTiles(), PrefillTiles(stages=2), PrefillTiles(ahead=False))
+SWEEP = (PrefillTiles(), PrefillTiles(output_stages=2, ahead=False), PrefillTiles(stages=2))
 
 
 def kda_prefill(
@@ -101,7 +104,7 @@ def kda_prefill(
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret, first_heads, ahead=tiles.ahead)
     sums = map(jnp.asarray, kda_prefill_prepare.sums())
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
-    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, interpret)
+    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, interpret, output_stages=tiles.output_stages)
     scan(*prepared, plan, layer, pool, out)
 
 

@@ -45,6 +45,7 @@ from k3jax.pallas.kda_prefill_memory import (
     meet,
     read,
 )
+from k3jax.pallas.kda_verify_registers import sync_warpgroup
 
 _HALF = 32
 _MIDDLE = _HALF // 2  # token of a half that its decays are taken relative to
@@ -148,7 +149,7 @@ def key_side(s: dict, relative_left: Callable, key_norm: jax.Array) -> None:
     narrow = mixing.astype(jnp.float16)
     for half in map(half_of, range(2)):
         w = product(narrow, s["decayed"].at[:, half]).astype(jnp.bfloat16)
-        meet()  # every warp's product has read the half it replaces
+        sync_warpgroup(s["is_interpreted"])  # every warp's product has read the half it replaces
         s["w"].at[:, half][...] = w
 
 
@@ -182,5 +183,5 @@ def mix_values(s: dict) -> None:
     for half in range(2):
         values = s["v"].at[half]
         mixed = product(values.T, s["mixing"].T).astype(jnp.bfloat16)
-        meet()  # every warp's product has read the values
+        sync_warpgroup(s["is_interpreted"])  # every warp's product has read the values
         values[...] = mixed

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.pallas.kda_prefill_memory import CHUNK, accumulator, iota, meet
+from k3jax.pallas.kda_verify_registers import sync_warpgroup
 
 BLOCK = 16
 _STEPS = CHUNK // BLOCK
@@ -94,7 +95,7 @@ def invert(s: dict, diagonal: jax.Array) -> jax.Array:
         inverse * wide[2] + joint * wide[3],
         inverse * wide[3],
     ]
-    meet()  # every warp's products have read what they read
+    sync_warpgroup(s["is_interpreted"])  # every warp's products have read what they read
     return jnp.concatenate(columns, axis=1)
 
 
@@ -109,7 +110,7 @@ def _invert_blocks(s: dict, diagonal: jax.Array, spread: list[jax.Array]) -> jax
         meet()
         between = _narrow(_multiply({i: narrow * spread[i] for i in range(_STEPS)}, s["diagonal"]))
         joined = _multiply({i: between * spread[i] for i in range(_STEPS)}, s["inverse"])
-        meet()  # every warp's product has read the inverse
+        sync_warpgroup(s["is_interpreted"])  # every warp's product has read the inverse
         # Keep what joins two neighbours: row and column first differ in the bit of the blocks' width.
         inverse = jnp.where(lax.shift_right_logical(difference, width.bit_length() - 1) == 1, -joined, inverse)
         width *= 2

@@ -24,7 +24,6 @@ from k3jax.pallas.shared_memory import swizzled
 
 _HALVES = (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
 _ROW_TILE = 8
-_OUTPUT_STAGES = 2  # tiles' queries and scores in shared memory
 
 
 def load_state(s: dict, pool_rows, is_fresh) -> tuple:
@@ -133,7 +132,7 @@ def store_rows(s: dict, out_head, rows_out, token, rows) -> None:
                 plgpu.copy_smem_to_gmem(source, out_head.at[pl.ds(token + first, run)])
 
 
-def _scratch(stages: int) -> dict:
+def _scratch(stages: int, output_stages: int) -> dict:
     wide, square = (CHUNK, WIDTH), (CHUNK, CHUNK)
     return {
         "w": swizzled((stages, *wide), jnp.bfloat16),
@@ -142,26 +141,27 @@ def _scratch(stages: int) -> dict:
         "decay": plgpu.SMEM((stages, WIDTH), jnp.float32),
         "ready": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         "consumed": plgpu.Barrier(num_barriers=stages),
-        "queries": swizzled((_OUTPUT_STAGES, *wide), jnp.bfloat16),
-        "scores": swizzled((_OUTPUT_STAGES, *square), jnp.bfloat16),
-        "output_ready": plgpu.Barrier(num_arrivals=2, num_barriers=_OUTPUT_STAGES),
-        "rounded": swizzled(wide, jnp.bfloat16),
+        "queries": swizzled((output_stages, *wide), jnp.bfloat16),
+        "scores": swizzled((output_stages, *square), jnp.bfloat16),
+        "output_ready": plgpu.Barrier(num_arrivals=2, num_barriers=output_stages),
+        # A state on its way from or to the pool takes the place of the one that outputs are computed from.
+        "rounded": plgpu.RefUnion(swizzled(wide, jnp.bfloat16), swizzled(square, jnp.float32)),
         "pseudo": swizzled(square, jnp.bfloat16),
         "handed": plgpu.Barrier(),
         "taken": plgpu.Barrier(),
-        "state": swizzled(square, jnp.float32),
         "state_loaded": plgpu.Barrier(),
-        "out": swizzled(square, jnp.bfloat16),
-        "out_rows": plgpu.SMEM(square, jnp.bfloat16),
+        "out": plgpu.RefUnion(swizzled(square, jnp.bfloat16), plgpu.SMEM(square, jnp.bfloat16)),  # tiles, plain rows
     }
 
 
 class _Chain:
     """A block's view of 64 rows of V of one head of one sequence; methods are traced into the kernel."""
 
-    def __init__(self, refs: tuple, s: dict, stages: int):
+    def __init__(self, refs: tuple, s: dict, stages: int, output_stages: int):
         *prepared, self.plan, self.layer, self.pool, self.out = refs
-        self.prepared, self.s, self.stages = prepared, s, stages
+        self.prepared, self.s, self.stages, self.output_stages = prepared, s, stages, output_stages
+        s["rounded"], s["state"] = s["rounded"]
+        s["out"], s["out_rows"] = s["out"]
         self.head, self.sequence, self.part = (lax.axis_index(name) for name in ("head", "sequence", "part"))
         self.first_tile, self.num_tiles = self.plan.first_tile[self.sequence], self.plan.num_tiles[self.sequence]
         self.v_rows = pl.ds(pl.multiple_of(self.part * CHUNK, CHUNK), CHUNK)
@@ -178,7 +178,7 @@ class _Chain:
 
     def fetch_for_outputs(self, step) -> None:
         _, _, queries, _, scores, _ = (ref.at[self.first_tile + step, self.head] for ref in self.prepared)
-        stage, s = lax.rem(step, jnp.int32(_OUTPUT_STAGES)), self.s
+        stage, s = lax.rem(step, jnp.int32(self.output_stages)), self.s
         for name, ref in (("queries", queries), ("scores", scores)):
             plgpu.copy_gmem_to_smem(ref, s[name].at[stage], s["output_ready"].at[stage])
 
@@ -194,10 +194,8 @@ class _Chain:
             stage = self.stage(step)
             plgpu.barrier_wait(s["ready"].at[stage])
 
-            def wait_taken():
-                @pl.when(step > 0)
-                def _():
-                    plgpu.barrier_wait(s["taken"])
+            def wait_taken():  # after an export it has been waited for
+                pl.when((step > 0) & (step - 1 != export_tile))(lambda: plgpu.barrier_wait(s["taken"]))
 
             def hand_over():
                 meet()
@@ -211,19 +209,21 @@ class _Chain:
 
             @pl.when(step == export_tile)
             def _():
+                plgpu.barrier_wait(s["taken"])
                 store_state(s, pool_rows(export_slot), state)
 
             return state
 
         state = load_state(s, pool_rows(slot), plan.is_fresh[sequence])
         state = lax.fori_loop(0, self.num_tiles, visit, state)
+        pl.when(self.num_tiles - 1 != export_tile)(lambda: plgpu.barrier_wait(s["taken"]))
         store_state(s, pool_rows(slot), state)
 
     def write_outputs(self) -> None:
         plan, s = self.plan, self.s
         out_head = self.out.at[:, self.head, self.v_rows]
         last = jnp.maximum(self.first_tile + self.num_tiles - 1, 0)
-        for fetch, stages in ((self.fetch, self.stages), (self.fetch_for_outputs, _OUTPUT_STAGES)):
+        for fetch, stages in ((self.fetch, self.stages), (self.fetch_for_outputs, self.output_stages)):
             for step in range(stages):
                 pl.when(step < self.num_tiles)(functools.partial(fetch, jnp.int32(step)))
 
@@ -231,27 +231,24 @@ class _Chain:
             token, rows = found
             following = jnp.minimum(self.first_tile + step + 1, last)
             found = plan.token[following], plan.rows[following]  # a step early: nothing waits for memory then
-            stage = lax.rem(step, jnp.int32(_OUTPUT_STAGES))
+            stage = lax.rem(step, jnp.int32(self.output_stages))
             plgpu.barrier_wait(s["output_ready"].at[stage])
             plgpu.barrier_wait(s["handed"])
             rows_out = outputs(s, stage)
 
-            @pl.when(step + 1 < self.num_tiles)
-            def _():
-                plgpu.barrier_arrive(s["taken"])
+            plgpu.barrier_arrive(s["taken"])
 
-            @pl.when(step + _OUTPUT_STAGES < self.num_tiles)
+            @pl.when(step + self.output_stages < self.num_tiles)
             def _():
                 meet()  # every warp's products have read the stage
-                self.fetch_for_outputs(step + _OUTPUT_STAGES)
-
-            store_rows(s, out_head, rows_out, token, rows)
+                self.fetch_for_outputs(step + self.output_stages)
 
             @pl.when(step + self.stages < self.num_tiles)
-            def _():
+            def _():  # the state side is done with the tile about when its outputs are
                 plgpu.barrier_wait(s["consumed"].at[self.stage(step)])
                 self.fetch(step + self.stages)
 
+            store_rows(s, out_head, rows_out, token, rows)
             return found
 
         first = jnp.minimum(self.first_tile, last)
@@ -260,11 +257,14 @@ class _Chain:
 
 
 @functools.cache
-def build(num_sequences: int, heads: int, stages: int, interpret=None):
-    """The kernel for one shape: (*Prepared, Plan, layer [1], pool, out) -> nothing; `pool` and `out` are written."""
+def build(num_sequences: int, heads: int, stages: int, interpret=None, *, output_stages: int = 2):
+    """The kernel for one shape: (*Prepared, Plan, layer [1], pool, out) -> nothing; `pool` and `out` are written.
+
+    It holds `stages` tiles for the state side and `output_stages` for the output side.
+    """
 
     def entry(*refs, **scratch):
-        chain = _Chain(refs, scratch, stages)
+        chain = _Chain(refs, scratch, stages, output_stages)
         side = lax.axis_index("side")
         is_empty = chain.num_tiles == 0  # most sequences of a step, and they own no slot
         pl.when((side == 0) & jnp.logical_not(is_empty))(chain.carry_state)
@@ -276,7 +276,7 @@ def build(num_sequences: int, heads: int, stages: int, interpret=None):
         grid_names=("sequence", "head", "part"),
         num_threads=2,
         thread_name="side",
-        scratch_types=_scratch(stages),
+        scratch_types=_scratch(stages, output_stages),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

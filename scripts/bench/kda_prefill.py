@@ -78,7 +78,7 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
     out = torch.zeros(tokens, heads, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, ahead=tiles.ahead)
-    build_scan = kda_scan.build(batch, heads, tiles.stages)
+    build_scan = kda_scan.build(batch, heads, tiles.stages, output_stages=tiles.output_stages)
 
     def scan(prepared, plan, layer, pool, out):
         pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)

@@ -21,7 +21,7 @@ from k3jax.pallas.kda_prefill_plan import make_plan
 
 TILINGS = {
     "two stages": PrefillTiles(stages=2),
-    "three stages, loaded when needed": PrefillTiles(stages=3, ahead=False),
+    "three stages, loaded when needed": PrefillTiles(stages=3, output_stages=2, ahead=False),
 }
 BY_NAME = {case.name: case for case in CASES}
 SMALL = PrefillCase(name="small", lengths=(70, 0, 5), starts=(3, 9, 0), export_offsets=(64, 0, 0))
@@ -175,7 +175,7 @@ def test_unsupported_shapes_are_refused_with_their_reason():
         assert reason is not None and word in reason
 
 
-@pytest.mark.parametrize(("field", "value"), [("stages", 1), ("stages", 4)])
+@pytest.mark.parametrize(("field", "value"), [("stages", 1), ("stages", 4), ("output_stages", 1)])
 def test_bad_tiles_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         PrefillTiles(**{field: value})
