@@ -23,7 +23,8 @@ from serving.core.types import PageAppend, RowAdmission, SamplingParams, StepCos
 logger = logging.getLogger(__name__)
 CONTEXT = 448  # tokens in front of the measured ones
 _ENOUGH_S = 0.1  # of measuring one setting: long steps are timed once, short ones, which vary more, up to so often:
-_MOST_INTERVALS = 8
+_MOST_INTERVALS = 12
+_TOGETHER = 4  # intervals in a row: a result that the host reads late makes the next one look early
 _GROWTH_PAGES = 2  # behind the context: hold what the repeats commit at most
 FEW_ROWS = (1, 4)
 _SHARES = (0.25, 1.0)  # of the drafts that the rows have, besides none
@@ -94,7 +95,7 @@ def _measure_rows(executor: Executor, count: int, cache: CacheShape) -> list[Ste
 
 
 def _least_seconds(executor: Executor, plan: StepPlan) -> float:
-    """Shortest time between the results of two steps of `plan`, the second submitted before the first is read."""
+    """Least time of a step of `plan` among some in a row, each submitted before the result of the last is read."""
     num_steps = _GROWTH_PAGES * PAGE_SIZE // (1 + executor.limits.draft_tokens)  # a row at its end would do nothing
     most = min(_MOST_INTERVALS, num_steps - 2)
     started = time.perf_counter()
@@ -111,7 +112,13 @@ def _least_seconds(executor: Executor, plan: StepPlan) -> float:
         before, ended = ended, time.perf_counter()
         intervals.append(ended - before)
         if is_last:
-            return min(intervals)
+            return least_mean(intervals)
+
+
+def least_mean(seconds: Sequence[float]) -> float:
+    """The smallest mean of `_TOGETHER` in a row, of all if they are fewer."""
+    count = min(_TOGETHER, len(seconds))
+    return min(sum(seconds[first : first + count]) / count for first in range(len(seconds) - count + 1))
 
 
 def _admit(rows: tuple[int, ...], cache: CacheShape, *, is_first: bool) -> StepPlan:
