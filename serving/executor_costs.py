@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import pathlib
+import statistics
 import time
 from collections.abc import Iterable, Sequence
 
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 CONTEXT = 448  # tokens in front of the measured ones
 _ENOUGH_S = 0.1  # of measuring one setting: long steps are timed once, short ones, which vary more, up to so often:
 _MOST_INTERVALS = 12
-_TOGETHER = 4  # intervals in a row: a result that the host reads late makes the next one look early
 _GROWTH_PAGES = 2  # behind the context: hold what the repeats commit at most
 FEW_ROWS = (1, 4)
 _SHARES = (0.25, 1.0)  # of the drafts that the rows have, besides none
@@ -73,8 +73,8 @@ def _load(path: pathlib.Path, row_counts: Sequence[int]) -> tuple[StepCost, ...]
 
 
 def measure(executor: Executor, row_counts: Iterable[int], cache: CacheShape) -> tuple[StepCost, ...]:
-    """Least seconds of steps with `row_counts` rows, one following another as in serving: the host's share is hidden
-    behind the device's then. Whatever else the machine does only ever adds. Leaves garbage in the pools: reset them."""
+    """Seconds of steps with `row_counts` rows, one following another as in serving: the host's share is hidden
+    behind the device's then. Leaves garbage in the pools: reset them."""
     costs: list[StepCost] = []
     for count in row_counts:
         costs += _measure_rows(executor, count, cache)
@@ -95,7 +95,10 @@ def _measure_rows(executor: Executor, count: int, cache: CacheShape) -> list[Ste
 
 
 def _least_seconds(executor: Executor, plan: StepPlan) -> float:
-    """Least time of a step of `plan` among some in a row, each submitted before the result of the last is read."""
+    """Median time between the results of steps of `plan`, each submitted before the result of the last is read.
+
+    Not the shortest: a result that the host reads late makes the next one look early.
+    """
     num_steps = _GROWTH_PAGES * PAGE_SIZE // (1 + executor.limits.draft_tokens)  # a row at its end would do nothing
     most = min(_MOST_INTERVALS, num_steps - 2)
     started = time.perf_counter()
@@ -112,13 +115,7 @@ def _least_seconds(executor: Executor, plan: StepPlan) -> float:
         before, ended = ended, time.perf_counter()
         intervals.append(ended - before)
         if is_last:
-            return least_mean(intervals)
-
-
-def least_mean(seconds: Sequence[float]) -> float:
-    """The smallest mean of `_TOGETHER` in a row, of all if they are fewer."""
-    count = min(_TOGETHER, len(seconds))
-    return min(sum(seconds[first : first + count]) / count for first in range(len(seconds) - count + 1))
+            return statistics.median(intervals)
 
 
 def _admit(rows: tuple[int, ...], cache: CacheShape, *, is_first: bool) -> StepPlan:

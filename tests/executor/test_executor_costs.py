@@ -73,18 +73,18 @@ class TimedExecutor:
 
 
 @pytest.mark.parametrize(
-    "seconds, least, total",
+    "seconds, typical, total",
     [
-        # The first interval is the host's latency as well; afterwards one hiccup changes nothing.
-        ((9e-3, 4e-3, 30e-3, 6e-3, 5e-3), 5e-3, None),
+        # The first interval is the host's latency as well; afterwards a result read late changes nothing.
+        ((9e-3, 4e-3, 9e-3, 1e-3, 5e-3), 5e-3, None),
         ((0.2, 0.15), 0.15, 0.35),  # a CPU's steps are timed once
     ],
 )
-def test_steps_are_timed_one_behind_the_other_and_the_shortest_counts(monkeypatch, seconds, least, total):
+def test_steps_are_timed_one_behind_the_other(monkeypatch, seconds, typical, total):
     executor = TimedExecutor(*seconds)
     monkeypatch.setattr(executor_costs.time, "perf_counter", lambda: executor.now)
     plan = StepPlan(step=0, decode_rows=(0,))
-    assert executor_costs._least_seconds(cast(Executor, executor), plan) == pytest.approx(least)
+    assert executor_costs._least_seconds(cast(Executor, executor), plan) == pytest.approx(typical)
     assert executor.num_in_flight == 0 and executor.most_in_flight == 2
     assert total is None or executor.now == pytest.approx(total)
 
@@ -149,8 +149,3 @@ def test_costs_are_kept_for_exactly_these_programs(tmp_path):
     ]
     assert path is not None and path not in others
     assert executor_costs.stored_at(None, program, shapes) is None
-
-
-def test_a_result_that_is_read_late_does_not_make_the_next_step_look_cheap():
-    assert executor_costs.least_mean([1.0, 1.9, 0.1, 1.0, 1.0, 1.0]) == pytest.approx(0.975)
-    assert executor_costs.least_mean([3.0, 1.0]) == 2.0
