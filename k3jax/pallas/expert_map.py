@@ -110,6 +110,7 @@ def place_kernel(
     _, lanes, columns = mark_shape(tokens, experts)
     chunks, size, blocks = tiles.num_chunks(tokens), tiles.tokens, tiles.num_blocks(tokens)
     experts_per_block = -(-num_local // blocks)
+    is_interpreted = interpret is not None
     view, stages = (width // LINE, LINE), min(size, MAX_STAGES)
 
     def body(first_local, chosen, marks, values, *refs, **scratch):
@@ -127,11 +128,11 @@ def place_kernel(
         read = functools.partial(router_counts.read_token, chosen, marks)
         ahead = read(first)
         is_local, total, before = router_counts.local_counts(
-            marks, table, first, tokens, tiles, local, num_local, interpret is not None
+            marks, table, first, tokens, tiles, local, num_local, is_interpreted
         )
         length = (total + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
         num_tiles = (total + (tile - 1)) // tile
-        rows_before, tiles_before = router_counts.sums_before(memory.scan, length, num_tiles)
+        rows_before, tiles_before = router_counts.sums_before(memory.scan, length, num_tiles, is_interpreted)
         for which, values_of_experts in enumerate((rows_before, tiles_before, length)):
             memory.sums[which] = values_of_experts
 
@@ -153,7 +154,9 @@ def place_kernel(
             plgpu.commit_smem_to_gmem_group()
 
         next_place = rows_before + before
-        router_counts.visit_tokens(first, size, ahead, read, memory.places, next_place, is_local, place_rows)
+        router_counts.visit_tokens(
+            first, size, ahead, read, memory.places, next_place, is_local, place_rows, is_interpreted
+        )
         for offset in range(experts_per_block):
             _write_tiles(memory, tile_outputs, block * experts_per_block + offset, local, num_local, tile)
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas import cluster_exchange as exchange
 from k3jax.pallas import router_bytes
 from k3jax.pallas.router_select import COUNT_SHIFT, GROUP, LANES, mark_shape
 
@@ -170,7 +171,7 @@ def local_counts(
     return LocalCounts(is_local, jnp.where(is_local, total, 0), jnp.where(is_local, before, 0))
 
 
-def sums_before(scan, first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sums_before(scan, first: jax.Array, second: jax.Array, is_interpreted: bool) -> tuple[jax.Array, jax.Array]:
     """Running sums of two arrays [128, columns] in order of lane and column, without the element itself.
 
     Within a lane by adding columns up, over lanes by doubling distances through `scan`, both sums side by side. Nothing
@@ -200,7 +201,7 @@ def sums_before(scan, first: jax.Array, second: jax.Array) -> tuple[jax.Array, j
     for step in range(SCAN_STEPS):
         turn = step % 2
         scan[turn, pl.ds(lanes, lanes)] = total
-        plgpu.commit_smem()
+        exchange.meet(is_interpreted)
         total += plgpu.load(scan.at[turn, pl.ds(lanes - (1 << step), lanes)], layout=pairs, optimized=False)
 
     def spread(index):
@@ -225,7 +226,17 @@ def read_token(chosen, marks, token) -> Token:
     return Token(mark.astype(jnp.int32), [chosen[at, rank] for rank in range(num_chosen)])
 
 
-def visit_tokens(first: int | jax.Array, size: int, ahead: Token, read: Callable, places, next_place, is_local, act):
+def visit_tokens(
+    first: int | jax.Array,
+    size: int,
+    ahead: Token,
+    read: Callable,
+    places,
+    next_place,
+    is_local,
+    act,
+    is_interpreted: bool,
+):
     """Visit a block's tokens in order; `ahead` is the first, and `read(token)` is called one token ahead.
 
     Calls `act(offset, token, experts, next_place)` with the next row of each local expert, which `places` holds too.
@@ -241,9 +252,9 @@ def visit_tokens(first: int | jax.Array, size: int, ahead: Token, read: Callable
             for other in range(GROUP - 1):
                 next_place += ((mark >> other) & 1) * ((other < turn) & (offset == 0)).astype(jnp.int32)
         places[...] = next_place
-        plgpu.commit_smem()
+        exchange.meet(is_interpreted)
         act(offset, token, experts, next_place)
-        plgpu.commit_smem()  # every warp has read the places
+        exchange.meet(is_interpreted)  # every warp has read the places
         return next_place + ((mark >> turn) & 1), ahead
 
     lax.fori_loop(0, size, visit, (next_place, ahead))

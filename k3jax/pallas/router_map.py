@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas import cluster_exchange as exchange
 from k3jax.pallas import router_counts
 from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_select import mark_shape
@@ -63,6 +64,7 @@ def map_kernel(tokens: int, experts: int, num_chosen: int, num_local: int, tile:
     _, lanes, columns = mark_shape(tokens, experts)
     chunks, blocks = tiles.num_chunks(tokens), tiles.num_blocks(tokens)
     experts_per_block = -(-num_local // blocks)
+    is_interpreted = interpret is not None
 
     def body(first_local, chosen, marks, *refs, **scratch):
         memory = _Scratch(**scratch)
@@ -73,15 +75,15 @@ def map_kernel(tokens: int, experts: int, num_chosen: int, num_local: int, tile:
         read = functools.partial(router_counts.read_token, chosen, marks)
         ahead = read(first)
         is_local, total, before = router_counts.local_counts(
-            marks, table, first, tokens, tiles, local, num_local, interpret is not None
+            marks, table, first, tokens, tiles, local, num_local, is_interpreted
         )
 
         num_rows = jnp.sum(jnp.sum(total, axis=1))
         num_tiles = (total + (tile - 1)) // tile
-        rows_before, tiles_before = router_counts.sums_before(memory.scan, total, num_tiles)
+        rows_before, tiles_before = router_counts.sums_before(memory.scan, total, num_tiles, is_interpreted)
         memory.sums[0] = rows_before
         memory.sums[1] = tiles_before + num_tiles
-        plgpu.commit_smem()
+        exchange.meet(is_interpreted)
         for offset in range(experts_per_block):
             _write_expert(memory, starts, tile_ends, block * experts_per_block + offset, local, num_local)
 
@@ -98,7 +100,9 @@ def map_kernel(tokens: int, experts: int, num_chosen: int, num_local: int, tile:
                 _place_token(memory, experts, order, place, token, local, num_local, behind)
 
         next_place = rows_before + before
-        router_counts.visit_tokens(first, tiles.tokens, ahead, read, memory.places, next_place, is_local, place_rows)
+        router_counts.visit_tokens(
+            first, tiles.tokens, ahead, read, memory.places, next_place, is_local, place_rows, is_interpreted
+        )
 
     rows = jax.ShapeDtypeStruct((tokens * num_chosen,), jnp.int32)
     ends = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (num_local + 1, num_local))
