@@ -29,6 +29,7 @@ from k3jax.pallas.kda_verify_registers import (
     sigmoid,
     split,
     split_in_integers,
+    split_in_pairs,
     store_clock,
     store_transposed,
     sync_warpgroup,
@@ -229,10 +230,10 @@ def verify_kernel(
                     key_gates[layer, row, t, index, head] = value
 
         def fetch_decays():
-            raws, strengths = raws_of_tokens(decay.at[:, lanes]), raws_of_tokens(beta.at[:, head])
-            return raws, strengths, channels.load(dt_bias.at[stacked, lanes]), a_log[stacked, head]
+            raws, bias = raws_of_tokens(decay.at[:, lanes]), channels.load(dt_bias.at[stacked, lanes])
+            return raws, bias, a_log[stacked, head]
 
-        def accumulate_decays(raws, strengths, bias, log_rate):
+        def accumulate_decays(raws, bias, log_rate):
             rate = jnp.exp(log_rate)
             total = None
             for t, raw in enumerate(raws):
@@ -241,6 +242,11 @@ def verify_kernel(
                 memory.factors[0, t] = jnp.exp2(total)
                 memory.factors[1, t] = jnp.exp2(-total) * shift**-2
             arrive(memory.decayed)
+
+        def fetch_strengths():
+            return raws_of_tokens(beta.at[:, head])
+
+        def prepare_strengths(strengths):
             for t, strength in enumerate(strengths):
                 wide = plgpu.layout_cast(channels.everywhere(strength.astype(jnp.float32)), channels.CHANNELS)
                 memory.strengths[t] = sigmoid(wide)
@@ -304,7 +310,8 @@ def verify_kernel(
             plgpu.barrier_wait(scratch["arrived"].at[which])
             own = pl.ds(which * _HALF, _HALF)
             refs = [memory.state.at[own, pl.ds(half * _HALF, _HALF)] for half in range(2)]
-            return [lax.optimization_barrier(split(plgpu.load(ref, layout=plgpu.Layout.WGMMA))) for ref in refs]
+            loaded = [plgpu.load(ref, layout=plgpu.Layout.WGMMA) for ref in refs]
+            return [split_in_pairs(x, interpret is not None) for x in loaded]
 
         def multiply_state(own, first, second):
             """Products of the state's rows `own`: `first` is split by now, `second` only after the first's products.
@@ -358,10 +365,10 @@ def verify_kernel(
                     pseudos[layer, row, t, head] = pseudo
 
         def fetch_gates(which):
-            return raws_of_tokens(packed.at[:, 3, lanes], which)
+            return raws_of_tokens(packed.at[:, 3, lanes], which), channels.load(out_norm.at[stacked])
 
-        def prepare_gates(which, gates):
-            scale = plgpu.layout_cast(channels.load(out_norm.at[stacked]), channels.CHANNELS)
+        def prepare_gates(which, gates, scale):
+            scale = plgpu.layout_cast(scale, channels.CHANNELS)
             for t, gate in zip(which, gates, strict=True):
                 memory.gates[t] = scale * sigmoid(gate.astype(jnp.float32))
 
@@ -390,7 +397,7 @@ def verify_kernel(
             def scores_of_queries_and_keys():
                 fetched = fetch_window(warpgroup)
                 own = [warpgroup + t for t in range(0, tokens, 2)]  # gates of every other token
-                gates = None if tiles.is_staged else fetch_gates(own)
+                gates = fetch_gates(own)
                 raws, parts = convolve(warpgroup, *fetched)
                 sync()
                 stamp("prepared")
@@ -403,76 +410,85 @@ def verify_kernel(
                 arrive(memory.multiplied)
                 stamp("products")
                 # The rest fills the wait for the pseudo values.
-                if not tiles.is_staged:
-                    prepare_gates(own, gates)
+                prepare_gates(own, *gates)
                 arrive(memory.solved)
                 record_raws(warpgroup, raws)
                 pl.when(warpgroup == _KEY)(functools.partial(record_key_gates, 0, parts))
                 stamp("solved")
 
-            # The state is long in coming: what others wait for is asked for before it.
-            @pl.when(warpgroup == _VALUE)
-            def values():
-                if tiles.is_staged:
-                    ask_for_state(0)
-                fetched = fetch_window(_VALUE)
-                if tiles.is_staged:
-                    own = range(0, tokens, 2)
-                    gates = fetch_gates(own)
-                state = None if tiles.is_staged else fetch_halves(0)
-                raws = convolve(_VALUE, *fetched)[0]
-                if tiles.is_staged:
-                    prepare_gates(own, gates)
-                else:
-                    record_raws(_VALUE, raws)
-                stamp("prepared")
-                multiply_when_built(0, state)
-                solve()
-                if tiles.is_staged:
-                    record_raws(_VALUE, raws)
-                stamp("solved")
-
-            @pl.when(warpgroup == _DECAY)
-            def decays():
-                if tiles.is_staged:
-                    ask_for_state(1)
-                fetched = fetch_decays()
-                if tiles.is_staged:
-                    own = range(1, tokens, 2)
-                    gates = fetch_gates(own)
-                state = None if tiles.is_staged else fetch_halves(1)
-                accumulate_decays(*fetched)
-                stamp("prepared")
-                if tiles.is_staged:
-                    prepare_gates(own, gates)
-                else:
-                    record_key_gates(1, fetched[0])
-                multiply_when_built(1, state)
-                move_queries()
-                if tiles.is_staged:
-                    record_key_gates(1, fetched[0])
-                stamp("solved")
-
+            staged_products() if tiles.is_staged else products()
             plgpu.barrier_wait(memory.solved)
             stamp("all_solved")
             group = jnp.where(warpgroup < _VALUE, warpgroup, _VALUE + _DECAY - warpgroup)  # the solver's is the last
             pl.when(group * _TOKENS_A_GROUP < count)(functools.partial(finish, group))
             stamp("end")
 
+        def staged_products():
+            # Everybody waits for the decays, so the solver prepares what only itself needs late, beside the scores.
+            @pl.when(warpgroup == _VALUE)
+            def values():
+                fetched, strengths = fetch_window(_VALUE), fetch_strengths()
+                for which in range(2):
+                    ask_for_state(which)
+                stamp("prepared")
+                multiply_when_built(0, *received_pieces(0))
+                raws = convolve(_VALUE, *fetched)[0]
+                prepare_strengths(strengths)
+                wait_for_products()
+                solve()
+                record_raws(_VALUE, raws)
+                stamp("solved")
+
+            @pl.when(warpgroup == _DECAY)
+            def decays():
+                fetched = fetch_decays()
+                accumulate_decays(*fetched)
+                stamp("prepared")
+                multiply_when_built(1, *received_pieces(1))
+                wait_for_products()
+                move_queries()
+                record_key_gates(1, fetched[0])
+                stamp("solved")
+
+        def products():
+            # The state is long in coming: what others wait for is asked for before it.
+            @pl.when(warpgroup == _VALUE)
+            def values():
+                fetched, state = fetch_window(_VALUE), fetch_halves(0)
+                record_raws(_VALUE, convolve(_VALUE, *fetched)[0])
+                stamp("prepared")
+                first = lax.optimization_barrier(split(state[0]))  # before the wait, not after it
+                multiply_when_built(0, first, state[1])
+                wait_for_products()
+                solve()
+                stamp("solved")
+
+            @pl.when(warpgroup == _DECAY)
+            def decays():
+                fetched, strengths = fetch_decays(), fetch_strengths()
+                state = fetch_halves(1)
+                accumulate_decays(*fetched)
+                prepare_strengths(strengths)
+                stamp("prepared")
+                record_key_gates(1, fetched[0])
+                first = lax.optimization_barrier(split(state[0]))
+                multiply_when_built(1, first, state[1])
+                wait_for_products()
+                move_queries()
+                stamp("solved")
+
         def fetch_halves(which: int):
             return [fetch_state(pl.ds(which * _HALF, _HALF), half) for half in range(2)]
 
-        def multiply_when_built(which: int, state):
-            if tiles.is_staged:
-                first, second = received_pieces(which)
-            else:
-                first, second = lax.optimization_barrier(split(state[0])), state[1]  # before the wait, not after it
+        def multiply_when_built(which: int, first, second):
             stamp("built")
             plgpu.barrier_wait(memory.built)
             stamp("all_built")
             multiply_state(pl.ds(which * _HALF, _HALF), first, second)
             arrive(memory.multiplied)
             stamp("products")
+
+        def wait_for_products():
             plgpu.barrier_wait(memory.multiplied)
             stamp("all_products")
 
@@ -491,8 +507,9 @@ def verify_kernel(
 
             @pl.when(warpgroup == 1)
             def decays():
-                fetched = fetch_decays()
+                fetched, strengths = fetch_decays(), fetch_strengths()
                 accumulate_decays(*fetched)
+                prepare_strengths(strengths)
                 record_key_gates(1, fetched[0])
 
             fetched, first = fetch_window(later), fetch_state(own, 0)
@@ -500,7 +517,7 @@ def verify_kernel(
             first = lax.optimization_barrier(split(first))
             stamp("prepared")
             gated = [warpgroup + t for t in range(0, tokens, 2)]  # every other token
-            prepare_gates(gated, fetch_gates(gated))
+            prepare_gates(gated, *fetch_gates(gated))
             plgpu.commit_smem()
             vectors = build_vectors(part)
             stamp("built")
