@@ -140,11 +140,14 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
     first_unit = pair * grid + lax.axis_index("block")  # blocks before pairs: few tiles spread over all of the GPU
     stride = PAIRS * grid
 
-    def find(turn) -> _Unit:
-        index = first_unit + turn * stride
-        unit = jnp.minimum(index, units - 1)
+    def place(turn) -> tuple:
+        unit = jnp.minimum(first_unit + turn * stride, units - 1)
         tile = lax.div(unit, jnp.int32(heads))
-        return _Unit(tile, unit - tile * heads, token[tile], jnp.where(index < units, rows[tile], 0))
+        return tile, unit - tile * heads
+
+    def find(turn) -> tuple:
+        tile, _ = place(turn)
+        return token[tile], jnp.where(first_unit + turn * stride < units, rows[tile], 0)
 
     def fetch(s: dict, turn, unit: _Unit) -> None:
         @pl.when(unit.rows > 0)
@@ -152,8 +155,9 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
             start_loads(s, q, k, gate, bias, unit.first, unit.head, first_heads)
             load_beta(s["beta"].at[turn & 1], beta, unit.first, unit.head, unit.rows)
 
-    def visit(turn, unit):
+    def visit(turn, found):
         following = find(turn + 1)  # a tile early: nothing waits for memory then
+        unit = _Unit(*place(turn), *found)
 
         @pl.when(unit.rows > 0)
         def _():
@@ -164,7 +168,7 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
 
             def fetch_next():
                 if ahead:
-                    fetch(s, turn + 1, following)
+                    fetch(s, turn + 1, _Unit(*place(turn + 1), *following))
 
             if not ahead:
                 pl.when(side == QUERY_SIDE)(lambda: fetch(s, turn, unit))
@@ -172,10 +176,10 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
 
         return following
 
-    unit = find(0)
+    found = find(0)
     if ahead:
-        pl.when(side == QUERY_SIDE)(lambda: fetch(s, 0, unit))
-    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, unit)
+        pl.when(side == QUERY_SIDE)(lambda: fetch(s, 0, _Unit(*place(0), *found)))
+    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, found)
     plgpu.wait_smem_to_gmem(0)
 
 
