@@ -34,7 +34,6 @@ from k3jax.pallas.attn_res_cluster import ClusterTiles, cluster_kernel
 MAX_ROWS = 15  # of a token; scores and squares fill 32 rows of partial sums, two of them spare
 RING_BYTES = 216 * 1024  # of the 227 KB of shared memory that a block may have
 FEW_TOKENS = 256  # up to here tokens go to clusters
-RESIDENT_CLUSTERS = 72  # of seven blocks, four of them a multiprocessor, on 132
 CLUSTERS = ((7, 8), (8, 8), (4, 8), (2, 8))  # blocks and elements a lane, those that make up the width
 MAX_COPY = 256  # elements of a dimension that one TMA copy takes
 
@@ -61,12 +60,11 @@ class AttnResTiles:
 
 
 def tiles_for(tokens: int, width: int, multiprocessors: int = 132) -> AttnResTiles | ClusterTiles:
-    """A cluster for one or two tokens where there are few; else as many warpgroups as divide the width."""
+    """A cluster for each token where there are few; else as many warpgroups as divide the width."""
     if tokens <= FEW_TOKENS:
-        each = 1 if tokens <= RESIDENT_CLUSTERS else 2  # two that share a cluster beat a second wave of clusters
         for shares, vector in CLUSTERS:
             if width == shares * lines.step(1, vector):
-                return ClusterTiles(shares=shares, vector=vector, tokens=each)
+                return ClusterTiles(shares=shares, vector=vector)
     return block_tiles(tokens, width, multiprocessors)
 
 

@@ -26,6 +26,10 @@ KERNELS: dict[str, Callable] = {
     "routed_experts": expert_ops.routed_expert_rows,
     "finish_rows": moe_tail.finish_rows,
 }
+# Kernels that are not to be chosen whatever they cover, and why.
+HELD_BACK = {
+    "kda_prefill": "held back: wrong outputs on an H200, not the same ones twice, where a block prepares many tiles",
+}
 _KERNEL_REASONS = {
     "pallas": "asked for, and it covers model and device",
     "auto": "it covers model and device",
@@ -95,8 +99,8 @@ def wants_repacked_experts(ops: Ops) -> bool:
 def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[Choice, ...]]:
     """Pick an implementation of every op that the step uses, with the reasons.
 
-    "auto" takes every kernel that supports the situation, and so does "pallas", which raises `ValueError` when there is
-    none; "xla" takes the references.
+    "auto" takes every kernel that supports the situation and is not held back, and so does "pallas", which raises
+    `ValueError` when there is none; "xla" takes the references.
     """
     taken: dict[str, Callable] = {}
     reasons = {}
@@ -108,7 +112,7 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
         reasons["mla_verify"] = "every token is a decode row: no loop over rows"
     running = set()
     for op, kernel in KERNELS.items():
-        refusal = _refusal(op, situation)
+        refusal = _refusal(op, situation) or HELD_BACK.get(op)
         reasons[op] = refusal or _KERNEL_REASONS[kernels]
         if kernels != "xla" and refusal is None:
             taken[op] = kernel

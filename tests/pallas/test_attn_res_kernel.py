@@ -85,7 +85,7 @@ def test_one_kernel_serves_all_layers():
 
 def test_few_tokens_get_a_cluster_each_and_more_share_it():
     assert attn_res.tiles_for(36, 7168) == ClusterTiles(shares=7, vector=8)
-    assert attn_res.tiles_for(144, 7168) == ClusterTiles(shares=7, vector=8, tokens=2)
+    assert attn_res.tiles_for(144, 7168) == ClusterTiles(shares=7, vector=8)
     assert isinstance(attn_res.tiles_for(1024, 7168), AttnResTiles)
     assert isinstance(attn_res.tiles_for(9, 1024), AttnResTiles)  # no cluster makes up this width
 

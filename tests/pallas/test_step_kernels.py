@@ -32,10 +32,16 @@ HOPPER = dispatch.Situation(
 )
 
 
+@pytest.fixture
+def nothing_held_back(monkeypatch):
+    monkeypatch.setattr(dispatch, "HELD_BACK", {})
+
+
 def backends(choices) -> dict[str, str]:
     return {choice.op: choice.backend for choice in choices if choice.op in dispatch.KERNELS}
 
 
+@pytest.mark.usefixtures("nothing_held_back")
 @pytest.mark.parametrize("kernels", ["auto", "pallas"])
 def test_kernels_run_wherever_they_can_and_say_so(kernels):
     ops, choices = dispatch.choose(HOPPER, kernels)
@@ -43,6 +49,16 @@ def test_kernels_run_wherever_they_can_and_say_so(kernels):
     assert {op: getattr(ops, op) for op in dispatch.KERNELS} == dispatch.KERNELS
 
 
+@pytest.mark.parametrize("kernels", ["auto", "pallas"])
+def test_a_kernel_that_is_held_back_does_not_run_whoever_asks(kernels):
+    ops, choices = dispatch.choose(HOPPER, kernels)
+    held_back = {op: choice.reason for op in dispatch.HELD_BACK for choice in choices if choice.op == op}
+    assert set(held_back) == set(dispatch.HELD_BACK) and all("held back: " in reason for reason in held_back.values())
+    assert backends(choices) == {op: "xla" if op in held_back else "pallas" for op in dispatch.KERNELS}
+    assert all(getattr(ops, op) is getattr(dispatch.Ops(), op) for op in held_back)
+
+
+@pytest.mark.usefixtures("nothing_held_back")
 @pytest.mark.parametrize(
     ("changes", "refused", "reason"),
     [
@@ -131,6 +147,7 @@ def test_an_operand_that_is_written_in_place_and_read_later_is_found():
     assert len(twice) == 4 and {operand.rsplit("x", 1)[1] for operand in twice} == {"f32>", "bf16>"}
 
 
+@pytest.mark.usefixtures("nothing_held_back")
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
     draft = draft_config(
