@@ -1,6 +1,6 @@
 """The serving step with a draft model: verify the last block of drafts, commit what is accepted, draft the next block.
 
-In a bucket without drafts (`StepShape.drafts` 0, no prefill) the draft model rests: decode rows bring one token each
+In a bucket without drafts (`StepShape.drafts` 0) the draft model rests: decode rows bring one token each
 and go through the ops of a step without a draft model, and only their context is kept for when it runs again, if that.
 
 All of it is one program. The rows' drafts were drawn by the step before and wait on the device; the target runs over
@@ -81,7 +81,7 @@ def step(
     parallel: Parallel,
 ) -> tuple[Pools, Rows, VerifyOutputs]:
     """Run one planned step. Pools and rows are consumed and returned."""
-    assert shape.drafts in (0, drafting.tokens) and (shape.drafts or not shape.prefill_tokens), shape
+    assert shape.drafts in (0, drafting.tokens), shape
     inputs = unpack(packed, shape)
     null_row = rows.slot.shape[0] - 1
     with jax.named_scope("copy_slots"):

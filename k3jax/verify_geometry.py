@@ -39,8 +39,10 @@ def geometry(inputs: StepInputs, rows: Rows, shape: StepShape, null_row: int) ->
     if shape.drafts:
         most = jnp.clip(jnp.minimum(rows.drafts.count[row], rows.end[row] - length - 1), 0, shape.drafts)
         num_drafts = draft_choice.choose(rows.drafts.survival[row], jnp.where(may_draft, most, 0), inputs.num_drafts)
-    # Without drafts a row's token stands in its lane, as decode ops take it; that of a row that has ended is dead.
-    own = jnp.where(is_decode if shape.drafts else lanes < inputs.num_decode, 1 + num_drafts, 0)
+    # Without drafts a row's token stands in its lane, as decode ops take it; that of a row that has ended is dead. So
+    # is that of a lane without a row, which is there only in front of chunks.
+    is_there = is_decode if shape.drafts else (lanes < inputs.num_decode) | bool(shape.prefill_tokens)
+    own = jnp.where(is_there, 1 + num_drafts, 0)
     cu_seqlens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(own, dtype=jnp.int32)])
     first_chunk = cu_seqlens[-1]
 

@@ -5,6 +5,7 @@ Every id is checked here, on the host, because JAX would clip a bad one in silen
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -34,12 +35,13 @@ def buckets(
 ) -> tuple[StepShape, ...]:
     """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact.
 
-    With `drafts`, `rests` adds one for each row bucket, of decode steps in which the draft model does not run.
+    With `drafts`, `rests` adds two for each row bucket, of steps in which the draft model does not run: decode steps,
+    and those with a prompt of the smallest prefill bucket, which come while requests arrive.
     """
     rows = [r for r in ROW_BUCKETS if r < max_rows] + [max_rows]
     prefill = [p for p in PREFILL_BUCKETS if p < max_prefill] + [max_prefill]
     shape = functools.partial(StepShape, min_tile=min_tile)
-    resting = [shape(rows=r, prefill_tokens=0) for r in rows] if drafts and rests else []
+    resting = [shape(rows=r, prefill_tokens=p) for p in prefill[:2] for r in rows] if drafts and rests else []
     return (*resting, *(shape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows))
 
 
@@ -56,7 +58,8 @@ def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
 
     Raises `StepRejected` when none does.
     """
-    drafts = max(shape.drafts for shape in shapes) if plan.num_drafts or plan.is_drafting else 0
+    most_drafts = max(shape.drafts for shape in shapes)
+    drafts = most_drafts if plan.num_drafts or plan.is_drafting else 0
     lanes = len(plan.decode_rows) + len(plan.chunks)
     num_pages = len(appended_pages(plan))
     prefill = sum(len(chunk.token_ids) for chunk in plan.chunks)
@@ -71,7 +74,13 @@ def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
     ]
     if not fitting:
         raise StepRejected(f"no program holds {lanes} rows, {prefill} prefill tokens and {num_pages} new pages")
-    return min(fitting, key=lambda shape: (shape.num_tokens, shape.rows))
+    return min(fitting, key=lambda shape: _size(shape, most_drafts))
+
+
+@functools.cache
+def _size(shape: StepShape, most_drafts: int) -> tuple[int, ...]:
+    """Smaller first; one without drafts before the same with them, however their tiles are rounded."""
+    return dataclasses.replace(shape, drafts=most_drafts).num_tokens, shape.drafts, shape.rows
 
 
 def fill(plan: StepPlan, shape: StepShape, cache: CacheShape, *, has_draft_model: bool = False) -> StepInputs:

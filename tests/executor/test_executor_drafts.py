@@ -141,12 +141,13 @@ def test_snapshots_change_no_token():
 
 @pytest.fixture
 def draws_choices(monkeypatch) -> None:
-    """Steps verify any number of drafts, and the draft model runs or rests, at random."""
+    """Steps verify any number of drafts, and the draft model runs, rests or is told nothing, at random."""
     draw = random.Random(0)
 
     def choose(self: DraftPolicy, requests, room: int) -> DraftChoice:
         held = sum(self.most_drafts(request) for request in requests if request.has_drafts)
-        return DraftChoice(draw.choice([0, min(room, held)]), draw.random() < 0.4)
+        is_drafting = draw.random() < 0.4
+        return DraftChoice(draw.choice([0, min(room, held)]), is_drafting, is_drafting or draw.random() < 0.7)
 
     monkeypatch.setattr(DraftPolicy, "choose", choose)
 
@@ -160,9 +161,9 @@ def test_steps_in_which_the_draft_model_rests_change_no_token(name, draws_choice
     answers, loop = serve("mixed", SEED, SETTINGS[name], rests=True)
     assert answers == [expected(SEED)] * len(answers)
     assert loop.stats().accepted_draft_tokens_total > 0
-    rested = [shape.drafts == 0 for shape in shapes]
-    assert any(rested)
-    assert not all(rested)
+    assert {(shape.drafts > 0, shape.prefill_tokens > 0) for shape in shapes} == {
+        (is_drafting, has_prompt) for is_drafting in (True, False) for has_prompt in (True, False)
+    }
 
 
 @pytest.mark.slow

@@ -244,16 +244,22 @@ def test_exports_and_copies_are_checked_against_the_rule_and_the_pool():
 
 
 def test_a_bucket_without_drafts_takes_only_steps_that_neither_verify_nor_make_any():
-    shapes = buckets(8, 64, drafts=3, rests=True)
+    shapes = buckets(8, 1000, drafts=3, rests=True)
     resting, full = StepShape(rows=8, prefill_tokens=0), StepShape(rows=8, prefill_tokens=0, drafts=3)
-    assert [shape for shape in shapes if not shape.drafts] == [resting]
+    with_prompts = StepShape(rows=8, prefill_tokens=512)
+    assert [shape for shape in shapes if not shape.drafts] == [resting, with_prompts]
 
-    def chosen(**plan) -> StepShape:
-        return choose_bucket(StepPlan(step=0, decode_rows=(0, 1), **plan), shapes)
+    def chosen(num_prompt=0, **plan) -> StepShape:
+        chunk = PrefillChunk(row=2, start=0, token_ids=(5,) * num_prompt, is_last=False)
+        chunks = (chunk,) if num_prompt else ()
+        return choose_bucket(StepPlan(step=0, decode_rows=(0, 1), chunks=chunks, **plan), shapes)
 
     assert chosen(num_drafts=0, is_drafting=False) == resting
     assert chosen(num_drafts=0, is_drafting=True) == full
     assert chosen(num_drafts=2, is_drafting=False) == full
+    assert chosen(512, num_drafts=0, is_drafting=False) == with_prompts
+    assert chosen(512, num_drafts=0, is_drafting=True) == StepShape(rows=8, prefill_tokens=512, drafts=3)
+    assert chosen(513, num_drafts=0, is_drafting=False) == StepShape(rows=8, prefill_tokens=1000, drafts=3)
     assert buckets(8, 64, rests=True) == buckets(8, 64)
 
 
