@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.pallas import kda_prefill_op, kda_prefill_op_cases
+from k3jax.pallas import kda_prefill_op, kda_prefill_op_cases, kda_prefill_prepare, kda_scan
 from k3jax.pallas.kda_cases import CASES, GPU_CASES, PrefillCase, PrefillInputs, judge, make_inputs
 from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill
 from k3jax.pallas.kda_prefill_op_runs import changes_no_bit, run_case
@@ -23,7 +23,7 @@ def check_kda_prefill() -> bool:
 
     An export must be what a run ending there has.
     """
-    results = []
+    results = list(map(_repeats, SWEEP))
     for tiles in SWEEP:
         for case in (*GPU_CASES, *(CASES if tiles == PrefillTiles() else ())):
             inputs = make_inputs(case, secrets.randbits(32))
@@ -67,6 +67,55 @@ def run(inputs: PrefillInputs, tiles: PrefillTiles) -> tuple[np.ndarray, np.ndar
     rest = [jnp.asarray(x) for x in inputs[5:]]
     out, pool = step(*activations, *rest, jnp.full(inputs.v.shape, jnp.nan, jnp.bfloat16))
     return np.asarray(out, np.float32), np.asarray(pool)
+
+
+def _repeats(tiles: PrefillTiles) -> bool:
+    """Whether both kernels, one after the other, give the same bits again where every block prepares several tiles.
+
+    Prints where they first do not: a race shows here, and in which kernel and warp.
+    """
+    case = PrefillCase(name="repeated", heads=96, lengths=(300, 200), starts=(0, 128))
+    inputs = make_inputs(case, secrets.randbits(32))
+    q, k, v, gate, beta = (jnp.asarray(x, jnp.bfloat16) for x in inputs[:5])
+    a_log, dt_bias, *chunks, pool = map(jnp.asarray, inputs[5:])
+    plan = jax.jit(make_plan, static_argnums=5)(*chunks, q.shape[0])
+    num_tiles, heads = plan.token.shape[0], case.heads
+    prepare = kda_prefill_prepare.build(num_tiles, heads, ahead=tiles.ahead)
+    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, output_stages=tiles.output_stages)
+
+    @jax.jit
+    def prepared() -> tuple:
+        sums = map(jnp.asarray, kda_prefill_prepare.sums())
+        return prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
+
+    @jax.jit
+    def scanned(prepared: tuple) -> dict[str, jax.Array]:
+        pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(jnp.full(v.shape, jnp.nan, jnp.bfloat16))
+        scan(*prepared, plan, jnp.zeros(1, jnp.int32), pool_ref, out_ref)
+        return {"pool": jax.freeze(pool_ref), "out": jax.freeze(out_ref)}
+
+    first = prepared()
+    is_live = np.asarray(plan.rows) > 0
+    names = kda_prefill_prepare.Prepared._fields
+
+    def live(values: tuple) -> dict[str, np.ndarray]:
+        return {name: np.asarray(value, np.float32)[is_live] for name, value in zip(names, values, strict=True)}
+
+    found = {}
+    for _ in range(4):
+        pairs = {"prepare": (live(first), live(prepared())), "scan": (scanned(first), scanned(first))}
+        for kernel, (once, again) in pairs.items():
+            for name, value in once.items():
+                differs = np.argwhere(_bits(value) != _bits(again[name]))
+                if len(differs):
+                    found[f"{kernel} {name}"] = f"{len(differs)} of {value.size}, first {differs[0].tolist()}"
+    print(f"kda-prefill twice {tiles}: {'ok' if not found else 'FAILED'} {found}", flush=True)
+    return not found
+
+
+def _bits(values) -> np.ndarray:
+    found = np.asarray(values)
+    return found.view(f"u{found.dtype.itemsize}")
 
 
 def _export_is_exact(offset: int, tiles: PrefillTiles) -> bool:
