@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 Sink = Callable[[OutputDelta], None]
 
 _STATS_S = 0.1  # how old the counts may be while nothing ends
+_QUIET_S = 1.0  # how long nobody runs before the pools are checked: a request that comes at once must not wait for it
 _LAST_STEP_S = 30.0  # how long shutdown waits for the step in flight before it leaves the thread behind
 
 
@@ -183,11 +184,16 @@ class Engine:
             self._end_sinks(f"The engine failed: {type(error).__name__}.")
 
     def _wait_for_work(self) -> bool:
-        """Block until there is something to do; False when it is to stop."""
+        """Block until there is something to do; False when it is to stop. Quiet moments are for checking the pools."""
         with self._changed:
             if not self._has_work():
                 self._status.pause()
-                self._changed.wait_for(self._has_work)
+            if self._changed.wait_for(self._has_work, timeout=_QUIET_S):
+                return not self._is_stopping
+        self._loop.check_when_idle()
+        self._stats = self._loop.stats()
+        with self._changed:
+            self._changed.wait_for(self._has_work)
             return not self._is_stopping
 
     def _has_work(self) -> bool:

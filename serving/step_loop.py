@@ -87,6 +87,17 @@ class StepLoop:
         """Raise `AssertionError` unless every row, page and slot is accounted for exactly once."""
         self._scheduler.check_integrity()
 
+    def check_when_idle(self) -> None:
+        """Check pools and cache while nobody runs. Where they disagree, say so and go on with empty ones."""
+        if self.has_requests or self._in_flight:
+            return
+        try:
+            self.check_integrity()
+        except AssertionError:
+            _logger.exception("pools and cache disagree although nobody runs; both are emptied")
+            self._executor.reset()
+            self._scheduler.lose_device("pools and cache disagreed")
+
     def step(self) -> list[OutputDelta] | None:
         """Dispatch the next step, read the oldest one when enough are in flight, and return what that produced.
 

@@ -1,7 +1,10 @@
 """What happens to requests when the device, a row or the engine itself fails."""
 
+import threading
+
 import pytest
 
+from serving import engine
 from serving.core.types import SamplingParams
 from serving.engine import EngineState, EngineUnavailable
 from serving.fake_executor import FakeExecutor, Fault
@@ -102,6 +105,32 @@ def test_an_unexpected_error_ends_every_request_and_the_engine_says_so(caplog):
         with pytest.raises(EngineUnavailable, match="failed"):
             client.submit(request("next"))
     assert "injected crash at step 2" in caplog.text
+
+
+@pytest.mark.parametrize("is_leaked", [True, False])
+def test_pools_are_checked_when_nobody_runs_and_emptied_if_they_are_wrong(is_leaked, caplog, monkeypatch):
+    """A page that nobody owns is told and given back; without one the cache stays as it is."""
+    monkeypatch.setattr(engine, "_QUIET_S", 0.02)
+    executor = FakeExecutor(limits())
+    checked = threading.Event()
+    with running(executor) as client:
+        loop = client.engine._loop
+        check = loop.check_when_idle
+        monkeypatch.setattr(loop, "check_when_idle", lambda: (check(), checked.set()))
+        client.submit(request("first", 40))
+        assert client.wait("first")["first"] == expected_tokens(request("first", 40))
+        if is_leaked:
+            assert loop._scheduler.pages.allocate(1)
+        checked.clear()
+        client.submit(request("second", 40))
+        client.wait("second")
+        assert checked.wait(10)
+        client.submit(request("third", 40))
+        assert client.wait("third")["third"] == expected_tokens(request("third", 40))
+        assert client.engine.state == EngineState.READY
+        loop.check_integrity()
+    assert executor.num_resets == is_leaked
+    assert ("pools and cache disagree" in caplog.text) == is_leaked
 
 
 def test_a_device_that_cannot_be_rebuilt_fails_the_engine():
