@@ -26,6 +26,7 @@ from k3jax.sharding.collectives import Parallel
 from k3jax.sharding.mesh import make_mesh
 from k3jax.step import MixedBatch
 from serving.config import ConfigError, ServeConfig
+from serving.core.types import ExecutorLimits
 from serving.executor import DeviceExecutor
 from serving.executor_identity import state_identity, weights_revision
 from serving.executor_limits import limits_of
@@ -45,9 +46,11 @@ def build_executor(
     folder: pathlib.Path,
     draft_folder: pathlib.Path | None,
     report: Progress,
+    check: Callable[[ExecutorLimits], object] = lambda limits: None,
 ) -> DeviceExecutor:
     """Load the weights, those of a draft too, size the pools and compile every program.
 
+    `check` sees the limits before anything is compiled, which takes minutes, and may raise `ValueError`.
     Raises `ConfigError`, `LoadError` or `ValueError` with one line that says what cannot work.
     """
     _prepare_jax(config)
@@ -95,7 +98,6 @@ def build_executor(
     for choice in kernels:
         logger.info("%s runs on %s: %s", choice.op, choice.backend, choice.reason)
     logger.info("%s", sizes.describe())
-    report("compiling programs")
     revision = f"random weights of seed {config.seed}" if checkpoint is None else weights_revision(checkpoint)
     if draft is not None:
         revision += f", draft {weights_revision(draft.checkpoint)}"
@@ -107,6 +109,8 @@ def build_executor(
         host_cache_bytes=config.host_cache_bytes,
         identity=state_identity(program, revision),
     )
+    check(limits)
+    report("compiling programs")
     store = HostMemoryStore(limits.host_cache_bytes) if limits.host_cache_bytes else None
     folder = _cache_folder(config)
     return DeviceExecutor(

@@ -16,6 +16,7 @@ from k3jax.config import K3Config
 from k3jax.tokenizer import Tokenizer, load_tokenizer
 from serving.config import ConfigError, ServeConfig
 from serving.core.policy import Checkpoint, SchedulerPolicy, TokenBudget
+from serving.core.scheduler import Scheduler
 from serving.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ def build_engine(
     Raises `ConfigError`, `LoadError` or `ValueError` with one line that says what cannot work.
     """
     report = progress or (lambda message: None)
+    policy = scheduler_policy(config)
     folder = model_folder(config)
     model_config = K3Config.from_file(folder)
     tokenizer = load_tokenizer(folder) if (folder / "tiktoken.model").is_file() else None
@@ -64,8 +66,10 @@ def build_engine(
         from serving.executor_build import build_executor, prepare_environment
 
         prepare_environment(config)
-        executor = build_executor(config, model_config, folder, draft_folder(config), report)
-    engine = Engine(executor, seed=config.seed, policy=scheduler_policy(config), overlap=config.overlap)
+        executor = build_executor(
+            config, model_config, folder, draft_folder(config), report, lambda limits: Scheduler(limits, policy=policy)
+        )
+    engine = Engine(executor, seed=config.seed, policy=policy, overlap=config.overlap)
     engine.start()
     return engine, tokenizer, _literals(folder)
 

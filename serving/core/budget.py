@@ -37,7 +37,7 @@ class StepBudget:
             raise ValueError(
                 f"token_budget={policy.token_budget} leaves no token of a step of {limits.max_step_tokens} for a "
                 f"request: {queries} draft slots are reserved, {limits.num_rows} requests at most. "
-                "Raise max_step_tokens, or reserve fewer."
+                "Raise max_step_tokens (--max-step-tokens), or reserve fewer (--reserve-draft-slots)."
             )
 
     @property

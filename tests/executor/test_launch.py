@@ -176,6 +176,16 @@ def test_what_cannot_work_is_refused_with_the_fix(monkeypatch, folder, flags, wo
         build(monkeypatch, folder, **flags)
 
 
+def test_a_budget_without_a_token_is_refused_before_anything_is_compiled(monkeypatch, folder):
+    def compile_nothing(*_, **__):
+        raise AssertionError("programs were compiled")
+
+    monkeypatch.setattr("serving.executor_build.DeviceExecutor", compile_nothing)
+    flags = {"token_budget": "static", "reserve_draft_slots": 8, "max_num_seqs": 8, "max_step_tokens": 64}
+    with pytest.raises(ValueError, match=r"leaves no token of a step of 64 .*--max-step-tokens.*--reserve-draft-slots"):
+        launch.build_engine(ServeConfig(model=str(folder), **flags))
+
+
 def test_a_checkpoint_reaches_the_executor_as_it_is_stored(monkeypatch, folder):
     executor = build(monkeypatch, folder)
     assert executor.program.config == CONFIG and executor.program.unstacked
