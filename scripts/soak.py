@@ -2,8 +2,8 @@
 
 Clients ask known questions, go on in conversations, send prompts that share a start, and hang up at random moments. At
 the end nothing may be left: no request, no page, no slot; the server's memory must not have grown after the first
-third, when caches are full; and every known question that was answered to the end must have been answered as the first
-time.
+third, when caches are full; and every known question that was answered to the end must have been answered rightly, and
+as the first time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-QUESTIONS = pathlib.Path(__file__).resolve().parents[1] / "demo" / "questions.jsonl"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.demo.questions import is_right, question_from_json  # noqa: E402
+
+QUESTIONS = ROOT / "demo" / "questions.jsonl"
 GROWTH = 1.05  # of the server's memory after the warm-up
 
 
@@ -31,9 +36,12 @@ class Traffic:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.random = random.Random(args.seed)
-        lines = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
-        known = [line["question"] for line in lines if line["split"] == "train"]
-        self.questions = self.random.sample(known, args.questions)
+        questions = [
+            question_from_json(json.loads(line)) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()
+        ]
+        chosen = self.random.sample([question for question in questions if question.split == "train"], args.questions)
+        self.known = {question.question: question for question in chosen}
+        self.questions = list(self.known)
         self.answers: dict[str, str] = {}
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
@@ -53,9 +61,12 @@ class Traffic:
         return answer.json()["choices"][0]["message"]["content"] or ""
 
     async def ask(self, http: httpx.AsyncClient) -> None:
-        """A known question; its answer must stay what it was."""
+        """A known question; its answer must be right, and stay what it was."""
         question = self.random.choice(self.questions)
-        content = await self.chat(http, [{"role": "user", "content": question}], max_tokens=60)
+        messages = [{"role": "user", "content": question}]
+        content = await self.chat(http, messages, max_tokens=120, thinking=True)
+        if question not in self.answers and not is_right(self.known[question], content):
+            self.wrong.append(f"{question} is answered {content!r}")
         if self.answers.setdefault(question, content) != content:
             self.wrong.append(f"{question} was {self.answers[question]!r}, now {content!r}")
 
@@ -104,6 +115,8 @@ async def soak(args: argparse.Namespace) -> list[str]:
     started = time.monotonic()
     until = started + 60 * args.minutes
     memory: list[int] = []
+    if args.pid is None:
+        print("the server's memory is not watched: give --pid")
     async with httpx.AsyncClient(base_url=args.url, timeout=600, trust_env=False) as http:
         clients = [asyncio.create_task(traffic.client(http, until)) for _ in range(args.clients)]
         while time.monotonic() < until and not any(task.done() for task in clients):
