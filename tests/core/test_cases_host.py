@@ -56,6 +56,45 @@ def test_pages_and_state_come_back_together(overlap):
     drive.assert_all_free()
 
 
+def _assert_resumes_at_64(drive, *prompt_parts):
+    """The drive compares the text with the model's."""
+    num_before = len(drive.store.transfers)
+    assert drive.run_alone(same_prefix("b", *prompt_parts)) == 64
+    loads = [t for t in drive.store.transfers[num_before:] if t.kind is TransferKind.LOAD]
+    kinds = [entry.kind for load in loads for entry in load.entries]
+    assert kinds == [EntryKind.PAGE] * (64 // BLOCK) + [EntryKind.SLOT]
+    stats = drive.scheduler.stats()
+    assert (stats.prefix_hit_tokens_total, stats.prefix_host_hit_tokens_total) == (64, 64)
+    assert stats.prefix_missed_checkpoint_tokens_total == 96 - 64
+    drive.settle()
+    drive.assert_all_free()
+
+
+@OVERLAP
+def test_a_prompt_with_pages_beyond_its_state_resumes_at_the_state(overlap):
+    """D60: the host has pages of all 96 tokens that are shared, and states at 64 and, too far, at 128."""
+    drive = _drive(overlap=overlap, checkpoint_every=64)
+    drive.run_alone(same_prefix("a", prompt(96), prompt(40, 5)))
+    _push_out(drive)
+    _assert_resumes_at_64(drive, prompt(96), prompt(9, 9))
+
+
+@OVERLAP
+def test_a_prompt_whose_deepest_state_the_host_pushed_out_resumes_at_the_one_before(overlap):
+    """D60: pages of all 96 tokens and states at 64 and 96 went to the host; the state at 96 was worth the least."""
+    sizes = {"page_bytes": 1, "slot_bytes": 10}
+    num_others = 4  # each 7 pages and 2 states, after 6 pages and 2 states
+    capacity = 6 + 20 + num_others * (7 + 20) - 5  # one state must go
+    drive = _drive(overlap=overlap, checkpoint_every=64, host_cache_bytes=capacity, **sizes)
+    drive.run_alone(same_prefix("a", prompt(100)))
+    drive.settle()
+    _push_out(drive, rounds=num_others)
+    lengths = [content.length for content in drive.store.contents.values() if isinstance(content, SlotContent)]
+    assert lengths.count(64) == 1 + num_others
+    assert 96 not in lengths
+    _assert_resumes_at_64(drive, prompt(100), prompt(5, 9))
+
+
 @OVERLAP
 @pytest.mark.parametrize("kind", list(EntryKind))
 def test_a_state_without_pages_or_pages_without_a_state_are_no_hit(kind, overlap):

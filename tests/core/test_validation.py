@@ -44,6 +44,7 @@ def test_a_request_that_needs_more_pages_than_the_pool_is_refused():
     refusal = refuse(_sized(20, 6), device)
     assert refusal is not None
     assert "needs 25 cache positions" in refusal.message
+    assert "the cache holds 24." in refusal.message
     assert "--num-pages" in refusal.message
 
 
