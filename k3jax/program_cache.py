@@ -16,6 +16,7 @@ import pickle
 import platform
 import tempfile
 import threading
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -38,10 +39,7 @@ def load_or_compile(
     if path.is_file():
         try:
             # The folder is the user's own; like every compile cache it must not be writable by others.
-            stored = pickle.loads(_content(path))
-            # Without the devices it would be loaded for all that the process has, used or not.
-            devices = list(program.mesh.devices.flat)
-            return serialize_executable.deserialize_and_load(*stored, execution_devices=devices), True
+            return _load(pickle.loads(_content(path)), program), True
         except Exception as error:
             logger.warning("%s does not load (%s); compiling again", path, error)
     hits_before = _jax_cache_hits()
@@ -59,10 +57,13 @@ def load_or_compile(
 
 def load_again(compiled: jax.stages.Compiled, program: StepProgram) -> jax.stages.Compiled:
     """The same program as another executable, which on a GPU has command buffers of its own. Raises what JAX raises."""
+    return _load(serialize_executable.serialize(compiled), program)
+
+
+def _load(stored: tuple[Any, ...], program: StepProgram) -> jax.stages.Compiled:
+    # Without the devices it would be loaded for all that the process has, used or not.
     devices = list(program.mesh.devices.flat)
-    return serialize_executable.deserialize_and_load(
-        *serialize_executable.serialize(compiled), execution_devices=devices
-    )
+    return serialize_executable.deserialize_and_load(*stored, execution_devices=devices)
 
 
 _here = threading.local()
