@@ -89,12 +89,12 @@ def _measure_rows(executor: Executor, count: int, cache: CacheShape) -> list[Ste
     for number, (is_drafting, num_drafts) in enumerate(settings):
         _run(executor, _admit(rows, cache, is_first=number == 0))  # leaves drafts for the first
         plan = StepPlan(step=0, decode_rows=rows, num_drafts=num_drafts, is_drafting=is_drafting)
-        costs.append(StepCost(count, num_drafts, is_drafting, _least_seconds(executor, plan)))
+        costs.append(StepCost(count, num_drafts, is_drafting, _typical_seconds(executor, plan)))
     _run(executor, StepPlan(step=0, released=rows))
     return costs
 
 
-def _least_seconds(executor: Executor, plan: StepPlan) -> float:
+def _typical_seconds(executor: Executor, plan: StepPlan) -> float:
     """Median time between the results of steps of `plan`, each submitted before the result of the last is read.
 
     Not the shortest: a result that the host reads late makes the next one look early.

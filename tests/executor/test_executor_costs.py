@@ -84,7 +84,7 @@ def test_steps_are_timed_one_behind_the_other(monkeypatch, seconds, typical, tot
     executor = TimedExecutor(*seconds)
     monkeypatch.setattr(executor_costs.time, "perf_counter", lambda: executor.now)
     plan = StepPlan(step=0, decode_rows=(0,))
-    assert executor_costs._least_seconds(cast(Executor, executor), plan) == pytest.approx(typical)
+    assert executor_costs._typical_seconds(cast(Executor, executor), plan) == pytest.approx(typical)
     assert executor.num_in_flight == 0 and executor.most_in_flight == 2
     assert total is None or executor.now == pytest.approx(total)
 
