@@ -129,7 +129,8 @@ class DraftPolicy:
         if not requests:
             return DraftChoice(0, self._is_drafting)
         choice = self._choose(requests, room)
-        self._num_trials = 0 if self._is_drafting else self._num_trials
+        if self._is_drafting:
+            self._num_trials = 0
         is_in_vain = self._num_trials >= _TRIALS_IN_VAIN and not choice.is_drafting
         return choice._replace(has_context=not is_in_vain)
 
@@ -168,8 +169,10 @@ class DraftPolicy:
     def _chances(self, requests: Sequence[LiveRequest]) -> _Chances:
         """What the rows' drafts hold with. Rows without drafts are expected to get what is usual, in as many places as
         they have left."""
-        known, most = self._now_known(), self._most
-        scales = known.scales
+        version, most = self._estimate.version, self._most
+        if self._known.version != version:
+            self._known = _Known(version, self._estimate.usual(), self._estimate.scales(), {}, {})
+        usual, scales = self._known.usual, self._known.scales
         held: list[float] = []
         num_missing = [0] * (most + 1)  # rows by the places that they have left for drafts
         for request in requests:
@@ -178,7 +181,7 @@ class DraftPolicy:
                 if not request.has_drafts:
                     num_missing[min(most, max(0, num_left))] += 1
                     continue
-                chances = map(operator.mul, request.survival or known.usual, scales)
+                chances = map(operator.mul, request.survival or usual, scales)
                 if num_left < most:
                     chances = itertools.islice(chances, max(0, num_left))
                 held.extend(chances)
@@ -190,7 +193,7 @@ class DraftPolicy:
 
     def _missing(self, num_rows: tuple[int, ...]) -> list[float]:
         """What drafts would hold with in rows that have none, by the places left; kept until more is known."""
-        known = self._now_known()
+        known = self._known
         chances = known.missing.get(num_rows)
         if chances is None:
             each = list(map(operator.mul, known.usual, known.scales))
@@ -207,12 +210,6 @@ class DraftPolicy:
         if best is None:
             best = self._known.best[key] = curve.best(chances.possible, num_rows)
         return best
-
-    def _now_known(self) -> _Known:
-        estimate = self._estimate
-        if self._known.version != estimate.version:
-            self._known = _Known(estimate.version, estimate.usual(), estimate.scales(), {}, {})
-        return self._known
 
 
 def _falling(chances: list[float]) -> list[float]:
