@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.attn_res import DepthWeights, Mixed
 from k3jax.pallas import lines, requirements
-from k3jax.pallas.attn_res_cluster import ClusterTiles, cluster_kernel
+from k3jax.pallas.attn_res_cluster import ClusterTiles, cluster_kernel, results_of
 
 MAX_ROWS = 15  # of a token; scores and squares fill 32 rows of partial sums, two of them spare
 RING_BYTES = 216 * 1024  # of the 227 KB of shared memory that a block may have
@@ -127,10 +127,8 @@ def attn_res_kernel(
 
     def body(layer, res_norm, res_proj, norm, *refs, **scratch):
         memory = _Scratch(**scratch)
-        rows, outputs = refs[:num_rows], list(refs[num_rows:])
-        normed_out = outputs.pop(0)
-        x_out = outputs.pop(0) if has_update else None
-        mixed_out = outputs.pop(0) if keeps_mixed else None
+        rows = refs[:num_rows]
+        normed_out, x_out, mixed_out = results_of(refs[num_rows:], has_update, keeps_mixed)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         own_lines = lines.of(warpgroup)
         count = (tokens - block + (tiles.blocks - 1)) // tiles.blocks

@@ -92,6 +92,13 @@ class _Scratch:
     ahead: Any = None  # [tokens - 1, rows, *view] rows of later tokens, each thread's where it wrote them
 
 
+def results_of(refs: tuple, has_update: bool, keeps_mixed: bool) -> tuple:
+    """The kernel's results: the normed rows, the accumulator and the mix, None where there is none."""
+    normed, *rest = refs
+    x = rest.pop(0) if has_update else None
+    return normed, x, rest.pop(0) if keeps_mixed else None
+
+
 @functools.cache
 def cluster_kernel(
     shape: tuple[int, int],
@@ -121,10 +128,8 @@ def cluster_kernel(
 
     def body(layer, res_norm, res_proj, norm, *refs, **scratch):
         memory = _Scratch(**scratch)
-        rows, outputs = refs[:num_rows], list(refs[num_rows:])
-        normed_out = outputs.pop(0)
-        x_out = outputs.pop(0) if has_update else None
-        mixed_out = outputs.pop(0) if keeps_mixed else None
+        rows = refs[:num_rows]
+        normed_out, x_out, mixed_out = results_of(refs[num_rows:], has_update, keeps_mixed)
         first = exchange.block_number("cluster", tiles.shares, is_interpreted)
         share = lax.rem(first, tiles.shares)
 
