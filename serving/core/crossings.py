@@ -19,9 +19,10 @@ def may_cross(state: SchedulerState, request: LiveRequest, most: int) -> bool:
 
     A row that is sure to have the boundary's length when its next step starts is copied then.
     """
-    written, block = request.num_written, state.policy.block
-    is_wanted = state.policy.prefix_cache and state.policy.checkpoint != "off"
-    return is_wanted and most > written + 1 and most >= (written // block + 1) * block
+    written, policy = request.num_written, state.policy
+    if most <= written + 1 or not policy.prefix_cache or policy.checkpoint == "off":
+        return False
+    return most >= (written // policy.block + 1) * policy.block
 
 
 def reserve_crossing(state: SchedulerState, request: LiveRequest) -> DraftCrossing | None:
@@ -29,19 +30,16 @@ def reserve_crossing(state: SchedulerState, request: LiveRequest) -> DraftCrossi
     cache, node = state.cache, request.node
     if node.is_dropped or request.slot is None:
         return None
+    num_free = cache.slots.num_free
+    if num_free > len(state.waiting) or num_free > state.rows.num_free:  # those who wait for a row need fewer
+        return DraftCrossing(request, cache.slots.take(), None)
+    older = request.kept
+    if older is not None and older.checkpoint and not older.is_checkpoint_pinned:
+        request.kept = None
+        return DraftCrossing(request, cache.detach(older), older)
     block = state.policy.block
     boundary = (request.num_written // block + 1) * block
     num_saved = boundary - node.num_tokens + (0 if node.checkpoint else tokens_saved(node))
-    older = request.kept
-    num_reserved = min(len(state.waiting), state.rows.num_free)
-    if (
-        cache.slots.num_free <= num_reserved
-        and older is not None
-        and older.checkpoint
-        and not older.is_checkpoint_pinned
-    ):
-        request.kept = None
-        return DraftCrossing(request, cache.detach(older), older)
     slot = checkpoint_slot(state, num_saved, 0)
     return None if slot is None else DraftCrossing(request, slot, None)
 

@@ -35,7 +35,7 @@ def goes_on(state: SchedulerState, request: LiveRequest) -> bool:
         state.decoding.remove(request)
         request.phase = Phase.LAST
         return False
-    if state.policy.prefix_cache:
+    if state.policy.prefix_cache and request.num_written >= request.node.num_tokens + state.limits.page_size:
         state.cache.publish(request, min(request.num_written, len(request.tokens)))
     return True
 

@@ -160,7 +160,7 @@ class DeviceMemory:
         """Take a slot for a running request, evicting a checkpoint if need be; None when all are in use."""
         if not self.slots.num_free and not self._evict_checkpoint():
             return None
-        return self._take_slot()
+        return self.slots.take()
 
     def allocate_checkpoint_slot(self, num_saved: int, num_reuses: int, *, num_reserved: int) -> int | None:
         """Take a slot for a checkpoint that saves `num_saved` tokens.
@@ -173,7 +173,7 @@ class DeviceMemory:
             if not self._slot_order.displaces(value(num_saved, num_reuses, self._slot_bytes)):
                 return None
             self._evict_checkpoint()
-        return self._take_slot()
+        return self.slots.take()
 
     def checkpoint_slots(self) -> list[int]:
         """Slots that checkpoints own."""
@@ -192,12 +192,6 @@ class DeviceMemory:
         self.num_evicted_checkpoints += 1
         self.slots.release((self.detach(node),))
         return True
-
-    def _take_slot(self) -> int:
-        slots = self.slots.allocate(1)
-        if slots is None:
-            raise AssertionError("a slot was counted as free and is not")
-        return slots[0]
 
     def _remove(self, node: PrefixNode) -> None:
         """Take an idle leaf out of the index and free what it holds."""

@@ -27,6 +27,9 @@ _PRIOR = 0.5  # drafts of a position taken as tried and accepted beforehand
 _TRIAL_SHARE = 0.01  # of the time, for drafts that do not seem to pay
 _TRIALS_IN_VAIN = 3  # one after the other, the last of which may not be read yet
 
+# What became of a row's drafts: the chances that they were given (empty: unknown), how many were verified and held.
+type Verified = tuple[Sequence[float], int, int]
+
 
 class DraftChoice(NamedTuple):
     """Drafts that a step may verify, and whether it makes the next ones."""
@@ -41,32 +44,48 @@ class AcceptanceEstimate:
 
     def __init__(self, num_positions: int) -> None:
         self.version = 0  # changes with what was noted
+        self._num_positions = num_positions
+        self._usual: tuple[float, ...] = ()  # as of this version, if it was asked for
         self._drafted = [0.0] * (num_positions + 1)  # rows by the number of drafts that they verified
         self._accepted = [0.0] * (num_positions + 1)  # rows by the number that held
         self._expected = [0.0] * num_positions  # sums of the chances given to what was verified
 
-    def note(self, survival: Sequence[float], num_drafted: int, num_accepted: int) -> None:
-        """Note a row: the chances that its drafts were given, how many were verified, and how many held."""
-        chances, expected = survival or self.usual(), self._expected
-        self.version += 1
-        self._drafted[num_drafted] += 1
-        self._accepted[num_accepted] += 1
-        for position in range(num_drafted):
-            expected[position] += chances[position]
+    def note(self, rows: Sequence[Verified]) -> None:
+        """Note what became of the drafts of these rows."""
+        size, accepted, expected = self._num_positions, self._accepted, self._expected
+        chances: list[list[float]] = [
+            [] for _ in self._drafted
+        ]  # `size` for each row, by the number of drafts verified
+        for survival, num_drafted, num_accepted in rows:
+            accepted[num_accepted] += 1
+            known = survival or self.usual()
+            chances[num_drafted] += known if len(known) == size else (*known, *[0.0] * size)[:size]
+        for num_drafted, given in enumerate(chances):
+            if given:
+                self._drafted[num_drafted] += len(given) // size
+                for position in range(num_drafted):
+                    expected[position] += sum(given[position::size])
+        self._change()
 
     def age(self) -> None:
         """Let what was noted so far count for `_WINDOW` rows at most; once a step."""
         num_rows = sum(self._drafted)
         if num_rows > _WINDOW:
-            self.version += 1
             for counts in (self._drafted, self._accepted, self._expected):
                 counts[:] = [count * _WINDOW / num_rows for count in counts]
+            self._change()
+
+    def _change(self) -> None:
+        self.version += 1
+        self._usual = ()
 
     def usual(self) -> tuple[float, ...]:
         """How likely drafts hold of which nothing is known."""
-        tried, held = at_least(self._drafted), at_least(self._accepted)
-        rates = [(_PRIOR + hits) / (_PRIOR + count) for hits, count in zip(held, tried, strict=True)]
-        return tuple(itertools.accumulate(rates, min))
+        if not self._usual:
+            tried, held = at_least(self._drafted), at_least(self._accepted)
+            rates = [(_PRIOR + hits) / (_PRIOR + count) for hits, count in zip(held, tried, strict=True)]
+            self._usual = tuple(itertools.accumulate(rates, min))
+        return self._usual
 
     def scales(self) -> tuple[float, ...]:
         """What a draft's chance by its own account is to be multiplied with, by position.
@@ -89,7 +108,6 @@ class _Known(NamedTuple):
     """What follows from the estimate, which changes only with drafts that were verified."""
 
     version: int
-    usual: tuple[float, ...]
     scales: tuple[float, ...]
     missing: dict[tuple[int, ...], list[float]]
     best: dict[tuple[int, tuple[int, ...]], Best]
@@ -113,7 +131,7 @@ class DraftPolicy:
         self._is_drafting = True
         self._trial_s = 0.0  # saved up for drafts that do not seem to pay
         self._num_trials = 0  # since drafts last seemed to pay
-        self._known = _Known(-1, (), (), {}, {})
+        self._known = _Known(-1, (), {}, {})
 
     def most_drafts(self, request: LiveRequest) -> int:
         """Drafts that a row may verify at most in its next step."""
@@ -158,45 +176,44 @@ class DraftPolicy:
         self._num_trials += 1
         return DraftChoice(min(room, self._most, len(held)), self._is_drafting)
 
-    def note_step(self) -> None:
-        """Note that the result of a step that verified drafts is about to be noted."""
+    def note(self, rows: Sequence[Verified]) -> None:
+        """Note what became of the drafts of a step that verified some."""
         self._estimate.age()
-
-    def note(self, survival: Sequence[float], num_drafted: int, num_accepted: int) -> None:
-        """Note what became of a row's drafts, whose chances were `survival` (unknown when empty)."""
-        self._estimate.note(survival, num_drafted, num_accepted)
+        self._estimate.note(rows)
 
     def _chances(self, requests: Sequence[LiveRequest]) -> _Chances:
         """What the rows' drafts hold with. Rows without drafts are expected to get what is usual, in as many places as
         they have left."""
         version, most = self._estimate.version, self._most
         if self._known.version != version:
-            self._known = _Known(version, self._estimate.usual(), self._estimate.scales(), {}, {})
-        usual, scales = self._known.usual, self._known.scales
-        held: list[float] = []
+            self._known = _Known(version, self._estimate.scales(), {}, {})
+        scales = self._known.scales
+        own: list[float] = []  # what the drafts say of themselves, in rows that can verify all
+        rest: list[float] = []  # chances in the other rows
         num_missing = [0] * (most + 1)  # rows by the places that they have left for drafts
         for request in requests:
-            if request.may_draft:
-                num_left = request.end_at - request.num_written - 1
-                if not request.has_drafts:
-                    num_missing[min(most, max(0, num_left))] += 1
-                    continue
-                chances = map(operator.mul, request.survival or usual, scales)
-                if num_left < most:
-                    chances = itertools.islice(chances, max(0, num_left))
-                held.extend(chances)
-        ordered, key = _falling(held), tuple(num_missing)
+            num_left = request.end_at - request.num_written - 1
+            if request.has_drafts:
+                survival = request.survival or self._estimate.usual()
+                if num_left >= most == len(survival):
+                    own += survival
+                else:
+                    rest.extend(map(operator.mul, survival[: max(0, num_left)], scales))
+            elif request.may_draft:
+                num_missing[min(most, max(0, num_left))] += 1
+        # One pass over all rows: a `map` for each would take as long as all that it computes.
+        ordered, key = _falling([*map(operator.mul, own, itertools.cycle(scales)), *rest]), tuple(num_missing)
         if not any(num_missing):
             return _Chances(ordered, ordered, key)
         missing = self._missing(key)
-        return _Chances(ordered, _falling([*held, *missing]) if held else missing, key)
+        return _Chances(ordered, _falling([*ordered, *missing]) if ordered else missing, key)
 
     def _missing(self, num_rows: tuple[int, ...]) -> list[float]:
         """What drafts would hold with in rows that have none, by the places left; kept until more is known."""
         known = self._known
         chances = known.missing.get(num_rows)
         if chances is None:
-            each = list(map(operator.mul, known.usual, known.scales))
+            each = list(map(operator.mul, self._estimate.usual(), known.scales))
             chances = _falling([chance for left, count in enumerate(num_rows) for chance in each[:left] * count])
             known.missing[num_rows] = chances
         return chances

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from serving.core.budget import StepBudget
 from serving.core.prefix_node import PrefixNode
@@ -41,8 +42,7 @@ class DraftCopy:
     is_decode: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DraftCrossing:
+class DraftCrossing(NamedTuple):
     """A slot for the state at a boundary that a decode may cross; what becomes of it its result says.
 
     `borrowed` had the slot as its checkpoint, and gets it back when nothing is crossed.
@@ -70,16 +70,12 @@ class VerifyDraft:
         self.num_drafts -= num_fewer
         return dropped, num_fewer
 
-    def complete(self, plan: StepPlan) -> StepPlan:
-        """Say all this in `plan`."""
-        slots = [BoundarySlot(row_of(crossing.request), crossing.slot) for crossing in self.crossings]
-        return dataclasses.replace(
-            plan,
-            num_drafts=self.num_drafts,
-            is_drafting=self.is_drafting,
-            has_draft_context=self.has_context or bool(plan.chunks),
-            boundary_slots=tuple(slots),
-        )
+    def boundary_slots(self) -> tuple[BoundarySlot, ...]:
+        """The slots by the rows that may cross a boundary."""
+        return tuple([BoundarySlot(row_of(crossing.request), crossing.slot) for crossing in self.crossings])
+
+
+_NO_DRAFTS = VerifyDraft(num_drafts=0, is_drafting=True)  # what a plan says where there is no draft model
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -131,7 +127,8 @@ class PlanDraft:
 
     def build(self, step: int, released: tuple[int, ...]) -> StepPlan:
         """Freeze the draft."""
-        plan = StepPlan(
+        verify = self.verify or _NO_DRAFTS
+        return StepPlan(
             step=step,
             slot_copies=tuple(self.slot_copies),
             released=released,
@@ -139,8 +136,11 @@ class PlanDraft:
             pages=tuple([PageAppend(row_of(request), index, page) for request, index, page in self.pages]),
             decode_rows=tuple([request.row for request in self.decodes]),  # pyright: ignore[reportArgumentType]
             chunks=tuple([_chunk(chunk) for chunk in self.chunks]),
+            num_drafts=verify.num_drafts,
+            is_drafting=verify.is_drafting,
+            has_draft_context=verify.has_context or bool(self.chunks),
+            boundary_slots=verify.boundary_slots(),
         )
-        return plan if self.verify is None else self.verify.complete(plan)
 
 
 def row_of(request: LiveRequest) -> int:

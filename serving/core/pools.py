@@ -49,6 +49,14 @@ class IdPool:
             is_owned[taken] = 1
         return ids
 
+    def take(self) -> int:
+        """Take one id; one must be free."""
+        if not self._free:
+            raise AssertionError(f"{self.name}: all {self.capacity} are owned")
+        taken = self._free.pop()
+        self._is_owned[taken] = 1
+        return taken
+
     def release(self, ids: Iterable[int]) -> None:
         """Give ids back. Freeing an id that is not owned is a broken invariant."""
         first, is_owned, free = self._first, self._is_owned, self._free

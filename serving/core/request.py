@@ -121,7 +121,9 @@ class LiveRequest:
     def settle_verify(self, num_drafts: int, num_tokens: int) -> None:
         """Note that the oldest step in flight, which might have accepted `num_drafts` drafts, brought `num_tokens`."""
         self.num_settled += num_tokens
-        self.withdraw_verify(num_drafts)
+        self.num_verifying -= 1
+        self.num_unsure -= num_drafts
+        self.num_written = min(self.num_settled + self.num_verifying, self.end_at)
 
     def digest(self, page: int, page_size: int) -> bytes:
         """Digest of the sequence up to the end of full page `page`."""

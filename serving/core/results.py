@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from serving.core.crossings import abandon_crossing, settle_crossing
+from serving.core.draft_policy import Verified
 from serving.core.growth import preempt
 from serving.core.offload import forget_parked
 from serving.core.plan_draft import DraftCrossing, VerifyDraft
@@ -11,7 +12,7 @@ from serving.core.publishing import commit, leave
 from serving.core.request import LiveRequest, Phase
 from serving.core.state import Dispatched, SchedulerState
 from serving.core.types import FinishReason, OutputDelta, RowResult, StepResult
-from serving.core.verify_rows import count_verified, note_verified
+from serving.core.verify_rows import check_verified
 
 _new_tuple = tuple.__new__
 _NAN_ERROR = "The model produced NaN for this request."
@@ -56,26 +57,45 @@ def _take_bursts(
     state: SchedulerState, dispatched: Dispatched, verify: VerifyDraft, result: StepResult
 ) -> list[OutputDelta]:
     """The same with drafts: a decode brings one token or more, and may have crossed a boundary."""
+    counts, is_drafting = state.counts, verify.is_drafting
+    num_by_drafted, num_by_accepted = counts.drafted, counts.accepted
     crossings = {crossing.request: crossing for crossing in verify.crossings}
-    num_decodes = len(dispatched.decodes)
-    if any(row.num_drafted for row in result.rows):
-        state.drafting.note_step()
+    verified: list[Verified] = []
+    unused: list[int] = []  # slots for boundaries that were not crossed
     deltas: list[OutputDelta] = []
     num_plain = 0
-    for index, (request, row) in enumerate(zip(dispatched.sampled, result.rows, strict=True)):
-        token_ids, is_nan, survival = row[1], row[3], row[6]
+    each = [*verify.each, *[None] * len(dispatched.chunks)]  # those that sample have no drafts to verify
+    for request, row, most in zip(dispatched.sampled, result.rows, each, strict=False):
+        # The common case is in one piece and by number, as in `take_result`.
+        _, token_ids, _, is_nan, num_drafted, boundary, survival = row
         crossing = crossings.get(request)
-        if request.is_plain and crossing is None and not is_nan and index < num_decodes:
+        if request.is_plain and most is not None and not is_nan:
             tokens, num_tokens = request.tokens, len(token_ids)
-            if len(tokens) + num_tokens <= request.end_at and request.stop_token_ids.isdisjoint(token_ids):
-                note_verified(state, request, row, verify.each[index])
-                count_verified(state, row, num_tokens)
-                if verify.is_drafting:
+            is_sound = 0 < num_tokens <= num_drafted + 1 <= most + 1
+            end_at = request.end_at
+            has_more = len(tokens) + num_tokens <= end_at and request.stop_token_ids.isdisjoint(token_ids)
+            if is_sound and has_more:
+                if num_drafted:
+                    verified.append((request.survival, num_drafted, num_tokens - 1))
+                # As `settle_verify`.
+                request.num_settled = settled = request.num_settled + num_tokens
+                request.num_verifying = verifying = request.num_verifying - 1
+                request.num_unsure -= most
+                written = settled + verifying
+                request.num_written = written if written < end_at else end_at
+                num_by_drafted[num_drafted] += 1
+                num_by_accepted[num_tokens - 1] += 1
+                if is_drafting:
                     request.survival = survival
-                tokens.extend(token_ids)
+                tokens += token_ids
                 num_plain += num_tokens
-                fields = (request.request_id, token_ids, (), None, None, 0, None, row.num_drafted, num_tokens - 1)
+                fields = (request.request_id, token_ids, (), None, None, 0, None, num_drafted, num_tokens - 1)
                 deltas.append(_new_tuple(OutputDelta, fields))
+                if crossing is not None:
+                    if boundary or crossing.borrowed is not None:
+                        settle_crossing(state, crossing, row)
+                    else:
+                        unused.append(crossing.slot)
                 continue
         if is_nan:
             _distrust(state, request, has_come_back=request in dispatched.stale)
@@ -87,15 +107,23 @@ def _take_bursts(
         if is_nan:
             deltas.append(end(state, request, FinishReason.ERROR, _NAN_ERROR))
             continue
-        if index < num_decodes:
-            note_verified(state, request, row, verify.each[index])
-        if verify.is_drafting and request.row is not None:
+        if most is not None:
+            check_verified(request, row, most)
+            if num_drafted:
+                verified.append((request.survival, num_drafted, len(token_ids) - 1))
+            if request.row is not None:
+                request.settle_verify(most, len(token_ids))
+        if is_drafting and request.row is not None:
             request.survival = survival
         delta = _accept(state, request, row, crossing)
-        if index < num_decodes:
-            count_verified(state, row, len(delta.token_ids))
+        if most is not None:
+            num_by_drafted[num_drafted] += 1
+            num_by_accepted[min(len(token_ids) - 1, len(delta.token_ids))] += 1
         deltas.append(delta)
-    state.counts.generated_tokens += num_plain
+    counts.generated_tokens += num_plain
+    state.cache.slots.release(unused)
+    if any(row.num_drafted for row in result.rows):
+        state.drafting.note(verified)
     return deltas
 
 

@@ -28,38 +28,32 @@ def plan_verifies(state: SchedulerState, draft: PlanDraft) -> None:
     verify = draft.verify = VerifyDraft(
         num_drafts=choice.num_drafts, is_drafting=choice.is_drafting, has_context=choice.has_context
     )
-    each = min(state.limits.draft_tokens, choice.num_drafts)
+    each, is_drafting, counts = min(state.limits.draft_tokens, choice.num_drafts), choice.is_drafting, verify.each
     for request in candidates:
         if len(decodes) == most:
             break
         num_drafts = each if request.has_drafts else 0
-        if request.num_written + request.num_unsure + 1 + num_drafts >= request.pause_at:
-            if not _pass_pause(state, request, num_drafts, draft, verify):
-                continue
+        written, unsure = request.num_written + 1, request.num_unsure + num_drafts
+        if written + unsure < request.pause_at:
+            # As `dispatch_verify`, in one piece: it runs for nearly every row of every step.
+            request.num_written, request.num_unsure = written, unsure
+            request.num_verifying += 1
+        elif _pass_pause(state, request, num_drafts, draft, verify):
             num_drafts = min(num_drafts, state.drafting.most_drafts(request))
-        request.dispatch_verify(num_drafts)
-        request.has_drafts = choice.is_drafting and request.may_draft
+            request.dispatch_verify(num_drafts)
+        else:
+            continue
+        request.has_drafts = is_drafting and request.may_draft
         decodes.append(request)
-        verify.each.append(num_drafts)
+        counts.append(num_drafts)
     verify.num_drafts = min(choice.num_drafts, sum(verify.each))
     draft.budget.charge(len(decodes) + verify.num_drafts, len(decodes))
 
 
-def note_verified(state: SchedulerState, request: LiveRequest, row: RowResult, most: int) -> None:
-    """Take note of a decode's result, which was to verify `most` drafts at most."""
-    num_drafted, num_tokens = row.num_drafted, len(row.token_ids)
-    if not 0 < num_tokens <= num_drafted + 1 <= most + 1:
+def check_verified(request: LiveRequest, row: RowResult, most: int) -> None:
+    """Raise `AssertionError` unless `row` may come of a decode that was to verify `most` drafts at most."""
+    if not 0 < len(row.token_ids) <= row.num_drafted + 1 <= most + 1:
         raise AssertionError(f"request {request.request_id} verifies {most} drafts and got the result {row}")
-    if num_drafted:
-        state.drafting.note(request.survival, num_drafted, num_tokens - 1)
-    if request.row is not None:
-        request.settle_verify(most, num_tokens)
-
-
-def count_verified(state: SchedulerState, row: RowResult, num_taken: int) -> None:
-    """Count what a decode brought to a request that took `num_taken` of its tokens."""
-    state.counts.drafted[row.num_drafted] += 1
-    state.counts.accepted[min(len(row.token_ids) - 1, num_taken)] += 1
 
 
 def last_drafts(requests: Sequence[LiveRequest], *, is_drafting: bool) -> None:
@@ -85,13 +79,13 @@ def _pass_pause(
     """Do what is due where a page may be full; False when the request does not decode in this step."""
     if not goes_on(state, request):
         return False
-    most = min(request.most_written + 1 + num_drafts, request.end_at)
+    written, most = request.num_written, min(request.most_written + 1 + num_drafts, request.end_at)
     if not cover(state, request, most, draft):
         return False
-    written = request.num_written
-    if written == request.most_written and written % state.policy.block == 0:
+    if written % state.policy.block == 0 and written == request.most_written:
         keep_state(state, request, draft)
     if may_cross(state, request, most) and (crossing := reserve_crossing(state, request)) is not None:
         verify.crossings.append(crossing)
-    request.pause_at = next_pause(state, request)
+    if written >= request.pause_at:
+        request.pause_at = next_pause(state, request)
     return True

@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serving.core.draft_policy import AcceptanceEstimate, DraftPolicy, at_least
 from serving.core.request import LiveRequest
@@ -82,8 +84,7 @@ def test_a_row_of_which_nothing_is_known_is_given_what_was_usual():
     policy = _policy()
     assert policy.choose([_row(survival=())], 1000)[:2] == (7, True)  # at first the best is expected
     for _ in range(20):
-        policy.note_step()
-        policy.note((), 7, 1)
+        policy.note([((), 7, 1)])
     choice = policy.choose([_row(survival=())], 1000)
     assert choice.num_drafts == 1
 
@@ -92,8 +93,7 @@ def test_a_draft_that_never_holds_is_soon_not_even_drafted_whatever_it_says():
     """D67: measured acceptance 0 ends in no drafts at all."""
     policy, num_verified, num_steps = _policy(), 0, 0
     while (choice := policy.choose([_row()], 1000)).num_drafts:
-        policy.note_step()
-        policy.note(CERTAIN, choice.num_drafts, 0)
+        policy.note([(CERTAIN, choice.num_drafts, 0)])
         num_verified += choice.num_drafts
         num_steps += 1
         assert num_steps < 20
@@ -107,13 +107,10 @@ def _run(policy, holds, num_steps, num_rows=1):
         choice = policy.choose([row] * num_rows, 1000)
         seconds += 1.0 + 0.03 * choice.num_drafts + 0.1 * choice.is_drafting
         num_tokens += num_rows
+        counts = [min(7, max(0, choice.num_drafts - 7 * number)) for number in range(num_rows)]
         if choice.num_drafts:
-            policy.note_step()
-        for number in range(num_rows):
-            count = min(7, max(0, choice.num_drafts - 7 * number))
-            if count:
-                policy.note(row.survival, count, min(count, holds))
-                num_tokens += min(count, holds)
+            policy.note([(row.survival, count, min(count, holds)) for count in counts if count])
+            num_tokens += sum(min(count, holds) for count in counts)
         row.has_drafts = choice.is_drafting
     return seconds, num_tokens
 
@@ -152,8 +149,7 @@ def test_a_draft_pass_that_costs_nothing_is_always_run():
     costs = tuple(cost._replace(seconds=1.0 + 0.03 * cost.num_drafts) for cost in COSTS)
     policy = _policy(costs=costs)
     for _ in range(30):
-        policy.note_step()
-        policy.note(CERTAIN, 7, 0)
+        policy.note([(CERTAIN, 7, 0)])
     assert policy.choose([_row()], 1000)[:2] == (0, True)
 
 
@@ -161,7 +157,7 @@ def test_confidence_is_scaled_by_what_was_accepted_position_by_position():
     estimate = AcceptanceEstimate(3)
     for number in range(100):
         estimate.age()
-        estimate.note((0.8, 0.8, 0.8), 3, 2 if number % 2 else 1)
+        estimate.note([((0.8, 0.8, 0.8), 3, 2 if number % 2 else 1)])
     assert estimate.scales() == pytest.approx((1 / 0.8, 0.5 / 0.8, 0.0), abs=0.02)
     assert estimate.usual() == pytest.approx((1.0, 0.5, 0.0), abs=0.02)
 
@@ -169,7 +165,7 @@ def test_confidence_is_scaled_by_what_was_accepted_position_by_position():
 def test_a_position_without_drafts_follows_the_others():
     estimate = AcceptanceEstimate(3)
     for _ in range(100):
-        estimate.note((0.8, 0.8, 0.8), 1, 0)
+        estimate.note([((0.8, 0.8, 0.8), 1, 0)])
     assert max(estimate.scales()) < 0.01
 
 
@@ -178,8 +174,32 @@ def test_what_was_noted_long_ago_is_forgotten():
     for held in (0, 2):
         for _ in range(1000):
             estimate.age()
-            estimate.note((0.5, 0.5), 2, held)
+            estimate.note([((0.5, 0.5), 2, held)])
     assert estimate.usual() == pytest.approx((1.0, 1.0), abs=0.01)
+
+
+@given(st.lists(st.tuples(st.lists(st.floats(0, 1), max_size=5), st.integers(0, 3), st.integers(0, 3)), max_size=20))
+def test_rows_noted_together_count_as_rows_noted_one_by_one(drawn):
+    """Also those that say more or less than a chance for every position."""
+    rows = [(sorted(chances, reverse=True), drafted, min(drafted, held)) for chances, drafted, held in drawn]
+    together, single = AcceptanceEstimate(3), AcceptanceEstimate(3)
+    together.note([row for row in rows if row[0]])
+    for row in rows:
+        if row[0]:
+            single.note([row])
+    assert together.scales() == pytest.approx(single.scales())
+    assert together.usual() == pytest.approx(single.usual())
+
+
+def test_every_chance_is_scaled_by_its_own_position_whatever_the_other_rows_have():
+    policy = _policy(costs=tuple(cost._replace(seconds=1.0) for cost in COSTS))
+    policy.note([((0.9,) * 7, 7, held) for held in range(8)])
+    rows = [_row(survival=(0.8, 0.7)), _row(), _row(num_left=4), _row(survival=(0.5,) * 7), _row(num_left=1)]
+    own = [(0.8, 0.7), CERTAIN, CERTAIN[:3], (0.5,) * 7, ()]
+    scales = policy._estimate.scales()
+    assert len(set(scales)) == 7
+    expected = [min(1.0, chance * scale) for chances in own for chance, scale in zip(chances, scales, strict=False)]
+    assert policy._chances(rows).held == sorted(expected, reverse=True)
 
 
 def test_counts_of_rows_become_counts_by_position():

@@ -27,6 +27,14 @@ def test_ids_stay_inside_the_pool_and_are_never_shared(size, counts):
         assert len(flat) == len(set(flat)) == pool.num_used == pool.capacity - pool.num_free
 
 
+def test_ids_taken_one_by_one_are_those_of_an_allocation_until_none_is_free():
+    pool, other = IdPool("slots", 4, first=1), IdPool("slots", 4, first=1)
+    assert (pool.take(), pool.take(), pool.take()) == other.allocate(3)
+    pool.check([1, 2, 3])
+    with pytest.raises(AssertionError, match="slots: all 3 are owned"):
+        pool.take()
+
+
 @pytest.mark.parametrize("stranger", [0, 4, -1])
 def test_releasing_an_id_outside_the_pool_is_a_broken_invariant(stranger):
     pool = IdPool("slots", 4, first=1)
