@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from serving.core.draft_policy import DraftPolicy
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
 from serving.simulate import main
@@ -107,6 +108,24 @@ def test_a_trace_with_drafts_is_the_same_every_time():
 def test_what_is_no_chance_is_refused(chances):
     with pytest.raises(ValueError, match="are no chances"):
         DraftModel(acceptance=chances)
+
+
+def test_drafts_that_differ_hold_as_often_as_they_say(monkeypatch):
+    """With a spread the chances vary between steps; the best are verified, and what is said stays true."""
+    said = []
+    monkeypatch.setattr(DraftPolicy, "note", lambda self, rows: said.extend(rows))
+    _run(4, DraftModel(acceptance=(0.7,), spread=0.8), adaptive=False, num_requests=40)
+    chances = [survival[0] for survival, num_drafted, _ in said if num_drafted and survival]
+    assert min(chances) < 0.5 < 0.85 < max(chances)
+    held = sum(num_held for survival, _, num_held in said if survival)
+    expected = sum(sum(survival[:num_drafted]) for survival, num_drafted, _ in said)
+    assert held == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("spread", [-0.1, 11.0, float("nan")])
+def test_what_is_no_spread_is_refused(spread):
+    with pytest.raises(ValueError, match=f"spread={spread} is no deviation. Give one from 0 to 10"):
+        DraftModel(spread=spread)
 
 
 def test_the_command_prints_what_was_accepted(capsys):
