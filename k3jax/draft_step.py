@@ -22,7 +22,6 @@ from k3jax import (
     draft_block,
     draft_context,
     draft_propose,
-    kda_serving,
     mla_serving,
     model,
     replay,
@@ -44,6 +43,7 @@ from k3jax.step import (
     admit,
     chunks_of,
     controls_of,
+    copy_slots,
     count_prompt,
     mix_layer,
     page_writes,
@@ -85,7 +85,7 @@ def step(
     inputs = unpack(packed, shape)
     null_row = rows.slot.shape[0] - 1
     with jax.named_scope("copy_slots"):
-        pools = kda_serving.copy_slots(pools, inputs.copy_sources, inputs.copy_targets, inputs.num_copies)
+        pools = copy_slots(pools, inputs, ops)
     rows = admit(rows, inputs, extras, null_row)
     write = writer_of_rows(inputs.admit_rows, rows.slot.shape[0])
     fresh = write(rows.drafts.count, jnp.zeros_like(inputs.admit_rows))
@@ -212,7 +212,7 @@ def _commit_state(
         chosen = replay.Committed(count, slots, crossed, inputs.boundary_slots)
         pools = ops.kda_commit(params["kda"], pools.records, pools, chosen, config)
     else:  # decoding has brought it there, one token on: a boundary that was crossed is where it stands
-        pools = kda_serving.copy_marked_slots(pools, slots, inputs.boundary_slots, crossed > 0)
+        pools = ops.copy_slots(pools, slots, inputs.boundary_slots, crossed > 0)
     return pools, jnp.where(crossed > 0, where.lengths + crossed, 0)
 
 

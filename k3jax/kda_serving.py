@@ -116,27 +116,17 @@ def prefill(
     return out, pools._replace(kda=state_pool, conv=conv_pool)
 
 
-def copy_slots(pools: Pools, sources: Int[Array, "C"], targets: Int[Array, "C"], count: Int[Array, ""]) -> Pools:
-    """Copy state and conv tail of all layers from slot to slot, the first `count` pairs one after the other."""
+def copy_slots(pools: Pools, sources: Int[Array, "N"], targets: Int[Array, "N"], marked: Bool[Array, "N"]) -> Pools:
+    """Copy state and conv tail of all layers from slot to slot, the marked pairs one after the other.
 
-    def visit(index, carry):
-        state_pool, conv_pool = carry
-        return _copy_slot(state_pool, conv_pool, sources[index], targets[index])
-
-    state_pool, conv_pool = lax.fori_loop(0, count, visit, (pools.kda, pools.conv))
-    return pools._replace(kda=state_pool, conv=conv_pool)
-
-
-def copy_marked_slots(
-    pools: Pools, sources: Int[Array, "R"], targets: Int[Array, "R"], marked: Bool[Array, "R"]
-) -> Pools:
-    """The same for the pairs that are marked. Nothing is sorted for the usual case that none is."""
-    lanes = jnp.arange(marked.shape[0])
+    Nothing is sorted for the usual case that none is marked.
+    """
+    pairs = jnp.arange(marked.shape[0])
 
     def visit(_, carry):
-        state_pool, conv_pool, lane = carry
-        lane = jnp.argmax(marked & (lanes > lane)).astype(jnp.int32)
-        return *_copy_slot(state_pool, conv_pool, sources[lane], targets[lane]), lane
+        state_pool, conv_pool, pair = carry
+        pair = jnp.argmax(marked & (pairs > pair)).astype(jnp.int32)
+        return *_copy_slot(state_pool, conv_pool, sources[pair], targets[pair]), pair
 
     start = (pools.kda, pools.conv, jnp.int32(-1))
     state_pool, conv_pool, _ = lax.fori_loop(0, jnp.sum(marked, dtype=jnp.int32), visit, start)

@@ -62,7 +62,7 @@ def step(
     inputs = unpack(packed, shape)
     null_row = rows.slot.shape[0] - 1
     with jax.named_scope("copy_slots"):
-        pools = kda_serving.copy_slots(pools, inputs.copy_sources, inputs.copy_targets, inputs.num_copies)
+        pools = copy_slots(pools, inputs, ops)
     rows = admit(rows, inputs, extras, null_row)
     where = geometry(inputs, rows.length, shape, null_row)
     token_ids = lane_tokens(rows, inputs, shape)
@@ -70,6 +70,12 @@ def step(
     hidden, pools = run_layers(params, pools, rows, inputs, where, token_ids, config, shape, ops, parallel, mixed_batch)
     sampled = choose(params, rows, inputs, where, hidden, extras, parallel)
     return pools, commit(rows, inputs, where, sampled, null_row, parallel), StepOutputs(*sampled)
+
+
+def copy_slots(pools: Pools, inputs: StepInputs, ops: Ops) -> Pools:
+    """The plan's copies between slots, before anything else reads or writes them."""
+    is_planned = jnp.arange(inputs.copy_sources.shape[0]) < inputs.num_copies
+    return ops.copy_slots(pools, inputs.copy_sources, inputs.copy_targets, is_planned)
 
 
 def admit(rows: Rows, inputs: StepInputs, extras: StepExtras, null_row: int) -> Rows:

@@ -26,9 +26,10 @@ OPS = (
     "router",
     "sampling",
     "short-conv",
+    "slot-copy",
 )
 GROUPS = {
-    "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill"),
+    "kda": ("kda-decode", "kda-verify", "slot-copy", "short-conv", "kda-prefill"),
     "moe": ("router", "experts", "moe-tail"),
 }
 SHAPE = ("op", "heads", "batch", "seq", "tokens", "experts", "inter")  # what a line of ours must share with a peer's

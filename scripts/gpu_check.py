@@ -7,6 +7,7 @@ machine, wherever the CPU's smallest margin between the two best tokens exceeds 
 rounding and are only counted.
 kda-decode, kda-verify (with commit), short-conv: every case of their `*_cases.py` in `k3jax/pallas/`, fresh random
 inputs, poisoned pools, against float64; for decode also slots beyond 2^31 elements and 10,000 steps.
+slot-copy: every case of `k3jax/pallas/slot_copy_cases.py`, every bit of both pools.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
 for bit. kda-prefill-op: the same kernels behind the step's op, every case of `k3jax/pallas/kda_prefill_op_cases.py`.
 attn-res, experts, experts-triton, gemm, moe-tail, router, sampling: every case of their `*_cases.py`, fresh random
@@ -44,9 +45,10 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "router": ("router", "check_router"),
     "gemm": ("small_gemm", "check_small_gemm"),
     "sampling": ("sampling", "check_sampling"),
+    "slot-copy": ("kda_decode", "check_slot_copy"),
 }
 GROUPS = {
-    "kda": ("kda-decode", "kda-verify", "short-conv", "kda-prefill", "kda-prefill-op"),
+    "kda": ("kda-decode", "kda-verify", "slot-copy", "short-conv", "kda-prefill", "kda-prefill-op"),
     "moe": ("router", "experts", "moe-tail"),
 }
 

@@ -12,11 +12,12 @@ from typing import Any, Literal
 from k3jax import attn_res, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
-from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_prefill_op, kda_verify, moe_tail, router
+from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_prefill_op, kda_verify, moe_tail, router, slot_copy
 
 Kernels = Literal["auto", "xla", "pallas"]
 MoeFinalize = Literal["deferred", "separate"]
 KERNELS: dict[str, Callable] = {
+    "copy_slots": slot_copy.copy_slots,
     "kda_decode": kda_ops.decode,
     "kda_prefill": kda_ops.prefill,
     "kda_verify": kda_ops.verify,
@@ -41,6 +42,7 @@ _KERNEL_REASONS = {
 class Ops:
     """The ops of the serving step."""
 
+    copy_slots: Callable = kda_serving.copy_slots
     kda_decode: Callable = kda_serving.decode
     kda_prefill: Callable = kda_serving.prefill
     mla_decode: Callable = mla_serving.decode
@@ -139,6 +141,8 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
 def _refusal(op: str, situation: Situation) -> str | None:
     """Why the kernel of `op` cannot run, or None."""
     config, device = situation.config, (situation.dtype, situation.platform, situation.compute_capability)
+    if op == "copy_slots":
+        return slot_copy.supported(config.kda_head_dim, *device)
     if op == "kda_decode":
         return kda_decode.supported(config, *device)
     if op == "kda_prefill":

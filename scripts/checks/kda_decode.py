@@ -1,4 +1,4 @@
-"""KDA decode, verify, commit and the short convolution on a GPU: fresh inputs, poisoned pools, float64 oracles."""
+"""KDA decode, verify, commit, slot copies and the short convolution on a GPU: fresh inputs, poisoned pools, oracles."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from k3jax.pallas import (
     kda_verify,
     kda_verify_cases,
     short_conv_cases,
+    slot_copy,
+    slot_copy_cases,
 )
 from k3jax.pallas.kda_decode_cases import HEAD_DIM, DecodeCase, DecodeInputs, draw, oracle, relative_error
 from k3jax.pallas.kda_decode_runs import CONFIG, LOWER_BOUND, run_commit, run_conv, run_decode, run_verify, stacked
@@ -51,6 +53,18 @@ def check_conv() -> bool:
     """Every case of the short convolution."""
     cases = (*short_conv_cases.CASES, *short_conv_cases.GPU_CASES)
     passed = [_report(f"short conv, {case.name}", run_conv(case, _rng())) for case in cases]
+    return all(passed)
+
+
+def check_slot_copy() -> bool:
+    """Every case of slot copies, with two and with four warpgroups a block."""
+    cases = (*slot_copy_cases.CASES, *slot_copy_cases.GPU_CASES)
+    tilings = (slot_copy.CopyTiles(warpgroups=warpgroups) for warpgroups in (2, 4))
+    passed = [
+        _report(f"slot copy, {case.name}, {tiles.warpgroups} warpgroups", slot_copy_cases.run(case, _rng(), tiles))
+        for tiles in tilings
+        for case in cases
+    ]
     return all(passed)
 
 

@@ -1,4 +1,4 @@
-"""Copies of state and conv tail between slots: those of a plan in its order, and those of marked lanes."""
+"""Copies of state and conv tail between slots: the marked pairs, in their order."""
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,10 @@ def assert_copied(before: Pools, after: Pools, pairs: list[tuple[int, int]]) -> 
         np.testing.assert_array_equal(new, want)
 
 
-def test_pairs_are_copied_one_after_the_other_up_to_the_count():
+def test_pairs_are_copied_one_after_the_other():
     sources, targets = [1, 5, 7, 3, 0, 0], [5, 6, 8, 9, 0, 0]
-    after = jax.jit(kda_serving.copy_slots)(pools(), jnp.asarray(sources), jnp.asarray(targets), jnp.int32(3))
+    marked = jnp.arange(len(sources)) < 3
+    after = jax.jit(kda_serving.copy_slots)(pools(), jnp.asarray(sources), jnp.asarray(targets), marked)
     assert_copied(pools(), after, [(1, 5), (5, 6), (7, 8)])
 
 
@@ -40,5 +41,5 @@ def test_pairs_are_copied_one_after_the_other_up_to_the_count():
 def test_exactly_the_marked_lanes_are_copied(marked):
     sources, targets = np.arange(LANES), SLOTS - 1 - np.arange(LANES)
     mask = jnp.asarray(np.isin(np.arange(LANES), marked))
-    after = jax.jit(kda_serving.copy_marked_slots)(pools(), jnp.asarray(sources), jnp.asarray(targets), mask)
+    after = jax.jit(kda_serving.copy_slots)(pools(), jnp.asarray(sources), jnp.asarray(targets), mask)
     assert_copied(pools(), after, [(sources[lane], targets[lane]) for lane in marked])
