@@ -23,6 +23,7 @@ from k3jax.checkpoint_reader import INDEX_FILE  # noqa: E402
 from k3jax.checkpoint_writer import released_config  # noqa: E402
 from k3jax.config import K3Config  # noqa: E402
 from k3jax.released_layout import ReleasedTensor, released_tensors, shard_header  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 # K3's widths; two KDA layers, the first dense, and an MLA layer.
 WIDTHS = {
@@ -55,14 +56,18 @@ CONVERT = str(REPOSITORY / "scripts" / "convert_checkpoint.py")
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments = OneLineParser(description=__doc__)
     arguments.add_argument(
-        "folder", type=Path, help="empty or new folder on the disk to measure; 4 x the size is needed"
+        "folder", type=new_folder, help="empty or new folder on the disk to measure; 4 x the size is needed"
     )
-    arguments.add_argument("--experts", type=int, default=100, help="experts of a layer (default: %(default)s)")
-    arguments.add_argument("--repeats", type=int, default=1, help="rounds of all commands (default: %(default)s)")
+    arguments.add_argument(
+        "--experts",
+        type=whole(WIDTHS["num_experts_per_token"]),
+        default=100,
+        help="experts of a layer (default: %(default)s)",
+    )
+    arguments.add_argument("--repeats", type=whole(1), default=1, help="rounds of all commands (default: %(default)s)")
     args = arguments.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
     source, copy, orbax, back = (args.folder / name for name in ("source", "copy", "orbax", "back"))
     try:
         num_bytes = write_source(source, args.experts)
@@ -80,6 +85,19 @@ def main() -> None:
     finally:
         for place in (source, copy, orbax, back):
             shutil.rmtree(place, ignore_errors=True)
+
+
+def new_folder(text: str) -> Path:
+    """Make the folder. One with anything in it is refused, since everything is deleted at the end."""
+    folder = Path(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be made: {error}. Name another folder.") from None
+    if not is_empty:
+        raise argparse.ArgumentTypeError(f"{text!r} is not empty. Name a new or an empty folder.")
+    return folder
 
 
 def write_source(folder: Path, num_experts: int) -> int:

@@ -27,6 +27,7 @@ import numpy as np  # noqa: E402
 from bench.turns import alone  # noqa: E402
 from draft_bench import capacity, gpu_idle, ways  # noqa: E402
 from engine_bench.harness import GREEDY, compare, emit, serve  # noqa: E402
+from slice_bench.slice_model import MOST_LAYERS  # noqa: E402
 
 from k3jax import presets  # noqa: E402
 from k3jax.chat import load_chat_literals, render_chat  # noqa: E402
@@ -39,6 +40,7 @@ from serving.core.policy import SchedulerPolicy  # noqa: E402
 from serving.core.types import SamplingParams  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
 from serving.launch import DEMO_FOLDER  # noqa: E402
+from serving.option_types import OneLineParser, several, whole  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
 SECTIONS = ("capacity", "acceptance", "speed", "idle")
@@ -62,14 +64,16 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("demo", "slice"), default="demo")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the slice (default: 4)")
+    parser.add_argument("--layers", type=whole(1, MOST_LAYERS), default=4, help="layers of the slice (default: 4)")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="repeat for several (default: all)")
-    parser.add_argument("--concurrency", default="1,4,16", help="requests at a time (default: 1,4,16)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens per request at most (default: 64)")
-    parser.add_argument("--questions", type=int, default=50, help="questions of each set (default: 50)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs per figure; medians are printed (default: 5)")
+    parser.add_argument(
+        "--concurrency", type=several(whole(1, 1024)), default=(1, 4, 16), help="requests at a time (default: 1,4,16)"
+    )
+    parser.add_argument("--new-tokens", type=whole(1, 512), default=64, help="tokens per request at most (default: 64)")
+    parser.add_argument("--questions", type=whole(1), default=50, help="questions of each set (default: 50)")
+    parser.add_argument("--repeats", type=whole(1), default=5, help="runs per figure; medians are printed (default: 5)")
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="default: auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
     return parser.parse_args()
@@ -81,7 +85,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, target: ways.Target) -> None:
         self.args = args
         self.target = target
-        self.concurrencies = [int(count) for count in args.concurrency.split(",")]
+        self.concurrencies = args.concurrency
         self.rows = max(8, *self.concurrencies)
         self.random = np.random.default_rng(0)
         self._executors: dict[tuple[str | None, Rollback], DeviceExecutor] = {}

@@ -26,7 +26,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from engine_bench.harness import Resized, compare, emit, serve  # noqa: E402
-from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
+from slice_bench.slice_model import MOST_LAYERS, random_weights, slice_config  # noqa: E402
 
 from k3jax import cache, params, presets  # noqa: E402
 from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
@@ -36,6 +36,7 @@ from k3jax.sharding.mesh import make_mesh, parallel_of  # noqa: E402
 from serving.core.policy import SchedulerPolicy  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
 from serving.executor_limits import limits_of  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 from serving.state.store import HostMemoryStore  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
@@ -56,11 +57,11 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("demo", "slice"), default="demo")
-    parser.add_argument("--layers", type=int, default=4, help="layers of the slice (default: 4)")
+    parser.add_argument("--layers", type=whole(1, MOST_LAYERS), default=4, help="layers of the slice (default: 4)")
     parser.add_argument("--section", action="append", choices=SECTIONS, help="repeat for several (default: all)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs per figure; medians are printed (default: 5)")
+    parser.add_argument("--repeats", type=whole(1), default=5, help="runs per figure; medians are printed (default: 5)")
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="default: auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return parser.parse_args()

@@ -13,6 +13,10 @@ import pathlib
 import subprocess
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from serving.option_types import OneLineParser, json_lines  # noqa: E402
+
 BENCHES = pathlib.Path(__file__).resolve().parent / "bench"
 OPS = (
     "attn-res",
@@ -37,16 +41,18 @@ SHAPE = ("op", "heads", "batch", "seq", "tokens", "experts", "inter")  # what a 
 
 def main() -> int:
     """Run the benchmark and print its table; exit status 1 when a line failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--op", required=True, choices=(*OPS, *GROUPS), help="what to time; kda and moe: all of their kernels"
     )
-    parser.add_argument("--peers", type=pathlib.Path, metavar="FILE", help="the peers' JSON lines")
+    parser.add_argument("--peers", type=json_lines, default=[], metavar="FILE", help="the peers' JSON lines")
     parser.add_argument("arguments", nargs="*", help="arguments of the op's own benchmark, after --")
     args = parser.parse_args()
-    peers = parse_lines(args.peers.read_text(encoding="utf-8")) if args.peers else []
-    rows = [row for op in GROUPS.get(args.op, (args.op,)) for row in run(op, args.arguments)]
-    print(table(rows, peers))
+    try:
+        rows = [row for op in GROUPS.get(args.op, (args.op,)) for row in run(op, args.arguments)]
+    except subprocess.CalledProcessError as error:  # which has said why
+        return error.returncode
+    print(table(rows, args.peers))
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from bench.turns import alone  # noqa: E402
 from slice_bench.parts import depth_bank, parts, time_part  # noqa: E402
-from slice_bench.slice_model import random_weights, slice_config  # noqa: E402
+from slice_bench.slice_model import MOST_LAYERS, random_weights, slice_config  # noqa: E402
 
 from k3jax import cache, params  # noqa: E402
 from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
@@ -35,6 +35,7 @@ from serving.core.policy import SchedulerPolicy  # noqa: E402
 from serving.core.types import GenerationRequest, SamplingParams  # noqa: E402
 from serving.executor import DeviceExecutor  # noqa: E402
 from serving.executor_limits import limits_of  # noqa: E402
+from serving.option_types import OneLineParser, several, whole  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
 
@@ -50,7 +51,7 @@ def main() -> int:
     is_repacked = dispatch.wants_repacked_experts(ops)
     if args.experts == "stub":
         ops = dataclasses.replace(ops, routed_experts=no_experts)
-    batches = [int(batch) for batch in args.batches.split(",")]
+    batches = list(args.batches)
     rows = max(8, *batches)
     pages_per_row = -(-(args.prompt + args.new_tokens + 64) // 256) * 4
     shape = cache.CacheShape(
@@ -91,11 +92,15 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8, help="layers of the slice (default: 8; an H200 holds 60)")
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens of a prompt (default: 8192)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated per request (default: 64)")
-    parser.add_argument("--batches", default="1,4,16", help="concurrent requests (default: 1,4,16)")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--layers", type=whole(1, MOST_LAYERS), default=8, help="layers of the slice (default: 8; an H200 holds 60)"
+    )
+    parser.add_argument("--prompt", type=whole(64), default=8192, help="tokens of a prompt (default: 8192)")
+    parser.add_argument("--new-tokens", type=whole(2), default=64, help="tokens generated per request (default: 64)")
+    parser.add_argument(
+        "--batches", type=several(whole(1, 1024)), default=(1, 4, 16), help="concurrent requests (default: 1,4,16)"
+    )
     parser.add_argument(
         "--experts", choices=("real", "stub"), default="real", help="run the routed experts or skip them"
     )

@@ -29,6 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from k3jax.compiler_flags import keep_loops_on_the_gpu  # noqa: E402
 from k3jax.pallas.dispatch import Kernels  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 MARGIN = 0.5
 QUESTIONS = ROOT / "demo" / "questions.jsonl"
@@ -55,7 +56,7 @@ GROUPS = {
 
 def main() -> int:
     """Run the checks asked for; exit status 1 when one fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--op",
         action="append",
@@ -63,7 +64,7 @@ def main() -> int:
         help="check to run, or kda or moe for all of their kernels; repeat for several",
     )
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="of step and demo")
-    parser.add_argument("--questions", type=int, default=50, help="known questions to ask (default: 50)")
+    parser.add_argument("--questions", type=whole(1), default=50, help="known questions to ask (default: 50)")
     parser.add_argument("--answer", metavar="DTYPE", help=argparse.SUPPRESS)  # one side of `demo`, in its own process
     args = parser.parse_args()
     keep_loops_on_the_gpu()  # as the server does

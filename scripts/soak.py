@@ -24,7 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.demo.questions import is_right, question_from_json  # noqa: E402
+from scripts.demo.questions import Question, is_right, question_from_json  # noqa: E402
+from serving.option_types import OneLineParser, real, whole  # noqa: E402
 
 QUESTIONS = ROOT / "demo" / "questions.jsonl"
 GROWTH = 1.05  # of the server's memory after the warm-up
@@ -36,10 +37,7 @@ class Traffic:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.random = random.Random(args.seed)
-        questions = [
-            question_from_json(json.loads(line)) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()
-        ]
-        chosen = self.random.sample([question for question in questions if question.split == "train"], args.questions)
+        chosen = self.random.sample(known_questions(), args.questions)
         self.known = {question.question: question for question in chosen}
         self.questions = list(self.known)
         self.answers: dict[str, str] = {}
@@ -134,12 +132,34 @@ async def soak(args: argparse.Namespace) -> list[str]:
     return problems
 
 
+async def refusal(args: argparse.Namespace) -> str | None:
+    """What is wrong with the server that is named, if anything."""
+    if args.pid is not None and not pathlib.Path(f"/proc/{args.pid}").exists():
+        return f"argument --pid: {args.pid} is no running process. Give the server's, or leave it out."
+    try:
+        async with httpx.AsyncClient(base_url=args.url, timeout=30, trust_env=False) as http:
+            served = [model["id"] for model in (await http.get("/v1/models")).raise_for_status().json()["data"]]
+            await gauges(http)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        return f"argument --url: no server answers at {args.url!r} ({why}). Start it or correct the address."
+    if args.model not in served:
+        return f"argument --model: {args.model!r} is not served. Name {' or '.join(served)}."
+    return None
+
+
 async def gauges(http: httpx.AsyncClient) -> dict[str, float]:
     """What must be zero when nobody asks."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_pages_used", "state_slots_used")
     families = text_string_to_metric_families((await http.get("/metrics")).text)
     samples = {sample.name: sample.value for family in families for sample in family.samples}
     return {name: samples[f"k3jax_{name}"] for name in names}
+
+
+def known_questions() -> list[Question]:
+    """Those whose answers the demo model has learnt."""
+    lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
+    return [question for line in lines if (question := question_from_json(json.loads(line))).split == "train"]
 
 
 def resident_bytes(pid: int | None) -> int:
@@ -154,15 +174,19 @@ def resident_bytes(pid: int | None) -> int:
 
 def main() -> int:
     """1 when something was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="demo", help="served name (default: demo)")
-    parser.add_argument("--pid", type=int, help="the server's process, to watch its memory")
-    parser.add_argument("--minutes", type=float, default=30.0, help="default: 30")
-    parser.add_argument("--clients", type=int, default=6, help="default: 6")
-    parser.add_argument("--questions", type=int, default=40, help="known questions to ask (default: 40)")
-    parser.add_argument("--seed", type=int, default=0)
-    return 1 if asyncio.run(soak(parser.parse_args())) else 0
+    parser.add_argument("--pid", type=whole(1), help="the server's process, to watch its memory")
+    parser.add_argument("--minutes", type=real(above=0), default=30.0, help="default: 30")
+    parser.add_argument("--clients", type=whole(1), default=6, help="default: 6")
+    most = len(known_questions())
+    parser.add_argument("--questions", type=whole(1, most), default=40, help="known questions to ask (default: 40)")
+    parser.add_argument("--seed", type=whole(0), default=0)
+    args = parser.parse_args()
+    if why := asyncio.run(refusal(args)):
+        parser.error(why)
+    return 1 if asyncio.run(soak(args)) else 0
 
 
 if __name__ == "__main__":

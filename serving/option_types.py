@@ -6,9 +6,11 @@ For the programs around the server; its own flags are those of `serving.config`.
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import pathlib
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -57,13 +59,38 @@ def real(
     return parse
 
 
-def several[Number: (int, float)](parse_one: Callable[[str], Number]) -> Callable[[str], tuple[Number, ...]]:
-    """The type of one or more such numbers, with commas between them."""
+def several[Value](
+    parse_one: Callable[[str], Value], *, count: int | None = None, separator: str = ","
+) -> Callable[[str], tuple[Value, ...]]:
+    """The type of one or more such values, or of exactly `count`, with a separator between them."""
 
-    def parse(text: str) -> tuple[Number, ...]:
-        return tuple(parse_one(part) for part in text.split(","))
+    def parse(text: str) -> tuple[Value, ...]:
+        parts = text.split(separator)
+        if count is not None and len(parts) != count:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {count} values. Give {count} with {separator!r} between."
+            )
+        return tuple(parse_one(part) for part in parts)
 
     return parse
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """The type of a file of JSON lines: the objects in it. Lines that start with anything else are left out."""
+    try:
+        lines = pathlib.Path(text).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error}. Name a file of JSON lines.") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.startswith("{"):
+            try:
+                found.append(json.loads(line))
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} is no file of JSON lines: line {number}: {error}. Write it again."
+                ) from None
+    return found
 
 
 def _give(least: int, most: int | None) -> str:

@@ -15,8 +15,9 @@ from serving.config import CHECKPOINTS, TOKEN_BUDGETS
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
 from serving.garbage import collect_rarely
+from serving.option_types import OneLineParser, real, several, whole
 from serving.simulation.cost import CostModel
-from serving.simulation.drafts import DraftModel
+from serving.simulation.drafts import MAX_SPREAD, DraftModel
 from serving.simulation.run import Report, simulate
 from serving.simulation.trace import Synthetic, read_trace
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         cost = CostModel() if args.cost is None else CostModel.from_file(args.cost)
-        drafts = DraftModel(acceptance=args.acceptance, confidence=args.confidence, seed=args.seed)
+        drafts = DraftModel(acceptance=args.acceptance, confidence=args.confidence, spread=args.spread, seed=args.seed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -92,44 +93,52 @@ def table(report: Report) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="python -m serving.simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_argument_group("requests")
     what.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="JSON lines to replay; else random requests")
-    what.add_argument("--requests", type=_positive, default=1000, metavar="N", help="random requests (default: 1000)")
-    what.add_argument("--mean-prompt", type=_positive, default=1000, metavar="TOKENS", help="default: 1000")
-    what.add_argument("--mean-output", type=_positive, default=200, metavar="TOKENS", help="default: 200")
+    what.add_argument("--requests", type=whole(1), default=1000, metavar="N", help="random requests (default: 1000)")
+    what.add_argument("--mean-prompt", type=whole(1), default=1000, metavar="TOKENS", help="default: 1000")
+    what.add_argument("--mean-output", type=whole(1), default=200, metavar="TOKENS", help="default: 200")
     what.add_argument(
-        "--shared", type=_share, default=0.5, metavar="SHARE", help="behind a shared prefix (default: 0.5)"
+        "--shared",
+        type=real(least=0, most=1),
+        default=0.5,
+        metavar="SHARE",
+        help="behind a shared prefix (default: 0.5)",
     )
-    what.add_argument("--prefixes", type=_positive, default=100, metavar="N", help="shared prefixes (default: 100)")
-    what.add_argument("--prefix-tokens", type=_positive, default=512, metavar="TOKENS", help="default: 512")
-    what.add_argument("--rate", type=float, metavar="PER_S", help="arrivals a second; unset: all wait from the start")
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    what.add_argument("--prefixes", type=whole(1), default=100, metavar="N", help="shared prefixes (default: 100)")
+    what.add_argument("--prefix-tokens", type=whole(1), default=512, metavar="TOKENS", help="default: 512")
+    what.add_argument(
+        "--rate", type=real(above=0), metavar="PER_S", help="arrivals a second; unset: all wait from the start"
+    )
+    what.add_argument("--seed", type=whole(0), default=0, metavar="N", help="default: 0")
     device = parser.add_argument_group("device")
     device.add_argument(
         "--cost", type=pathlib.Path, metavar="FILE", help="JSON of step costs; see serving/simulation/cost.py"
     )
-    device.add_argument("--max-num-seqs", type=_positive, default=64, metavar="N", help="default: 64")
-    device.add_argument("--max-step-tokens", type=_positive, default=8192, metavar="TOKENS", help="default: 8192")
-    device.add_argument("--max-model-len", type=_positive, default=131072, metavar="TOKENS", help="default: 131072")
+    device.add_argument("--max-num-seqs", type=whole(1), default=64, metavar="N", help="default: 64")
+    device.add_argument("--max-step-tokens", type=whole(1), default=8192, metavar="TOKENS", help="default: 8192")
+    device.add_argument("--max-model-len", type=whole(1), default=131072, metavar="TOKENS", help="default: 131072")
     device.add_argument(
-        "--num-pages", type=_positive, default=16384, metavar="N", help="pages of 64 tokens (default: 16384)"
+        "--num-pages", type=whole(1), default=16384, metavar="N", help="pages of 64 tokens (default: 16384)"
     )
     device.add_argument(
-        "--checkpoint-slots", type=int, default=256, metavar="N", help="slots for checkpoints (default: 256)"
+        "--checkpoint-slots", type=whole(0), default=256, metavar="N", help="slots for checkpoints (default: 256)"
     )
     device.add_argument(
-        "--page-kb", type=_positive, default=1769, metavar="KB", help="bytes of a page (default: K3 at tp 8)"
+        "--page-kb", type=whole(1), default=1769, metavar="KB", help="bytes of a page (default: K3 at tp 8)"
     )
     device.add_argument(
-        "--slot-kb", type=_positive, default=56000, metavar="KB", help="bytes of a slot (default: K3 at tp 8)"
+        "--slot-kb", type=whole(1), default=56000, metavar="KB", help="bytes of a slot (default: K3 at tp 8)"
     )
-    device.add_argument("--host-cache-gb", type=float, default=0.0, metavar="GB", help="host tier (default: none)")
+    device.add_argument(
+        "--host-cache-gb", type=real(least=0), default=0.0, metavar="GB", help="host tier (default: none)"
+    )
     policy = parser.add_argument_group("policy")
     policy.add_argument("--token-budget", choices=TOKEN_BUDGETS, default="adaptive")
-    policy.add_argument("--reserve-draft-slots", type=int, metavar="N", help="default: what the draft needs")
+    policy.add_argument("--reserve-draft-slots", type=whole(0), metavar="N", help="default: what the draft needs")
     policy.add_argument("--checkpoint", choices=CHECKPOINTS, default="internal")
     policy.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     draft = parser.add_argument_group("drafts")
@@ -138,13 +147,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     draft.add_argument(
         "--acceptance",
-        type=_chances,
+        type=several(real(least=0, most=1)),
         default=(0.8,),
         metavar="P[,P...]",
         help="chance of a draft whose predecessors hold, by position (default: 0.8)",
     )
     draft.add_argument(
-        "--confidence", type=_chances, metavar="P[,P...]", help="what the draft says of it (default: the truth)"
+        "--confidence",
+        type=several(real(least=0, most=1)),
+        metavar="P[,P...]",
+        help="what the draft says of it (default: the truth)",
+    )
+    draft.add_argument(
+        "--spread",
+        type=real(least=0, most=MAX_SPREAD),
+        default=0.0,
+        metavar="S",
+        help="how much both chances differ from step to step (default: 0; 0.5: often twice as easy or hard)",
     )
     draft.add_argument(
         "--adaptive-verification",
@@ -153,24 +172,6 @@ def _parser() -> argparse.ArgumentParser:
         help="verify as many drafts as pay by the costs of steps, else all",
     )
     return parser
-
-
-def _chances(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is outside 0..1")
-    return value
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from bench.graph import graph_us  # noqa: E402
 
 from k3jax.pallas.attn_res import AttnResTiles, attn_res_kernel, block_tiles, tiles_for  # noqa: E402
 from k3jax.pallas.attn_res_cluster import ClusterTiles  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 WIDTH, EPS = 7168, 1e-5
 LEAST_US = 4.0  # no bar is lower
@@ -51,9 +52,9 @@ def sweep(tokens: int) -> list[AttnResTiles | ClusterTiles]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 9, 36, 144, 1024, 8192])
-    parser.add_argument("--snapshots", type=int, default=8)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=whole(1), nargs="+", default=[1, 9, 36, 144, 1024, 8192])
+    parser.add_argument("--snapshots", type=whole(1), default=8)
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     args = parser.parse_args()
     for tokens in args.tokens:

@@ -37,6 +37,7 @@ from k3jax.pallas import expert_gemm, expert_map, expert_ops, expert_plan, lines
 from k3jax.pallas.expert_ops import ExpertTiles  # noqa: E402
 from k3jax.pallas.expert_tiles import GemmShape, tile_rows, tiles_for  # noqa: E402
 from k3jax.pallas.moe_tail import TailTiles  # noqa: E402
+from serving.option_types import OneLineParser, json_lines, whole  # noqa: E402
 
 TOKENS = (1, 9, 36, 144, 1024, 8192)
 SHAPES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
@@ -52,13 +53,13 @@ LATENT, TOP_K = CONFIG.routed_expert_hidden_size, CONFIG.num_experts_per_token
 
 def main() -> None:
     """Print the lines or the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=whole(1), nargs="*", default=TOKENS)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="repeat for several; default: all")
     parser.add_argument("--sweep", action="store_true", help="time tiles of every number of rows")
-    parser.add_argument("--peers", type=pathlib.Path, metavar="FILE", help="the peers' JSON lines")
+    parser.add_argument("--peers", type=json_lines, metavar="FILE", help="the peers' JSON lines")
     args = parser.parse_args()
-    peers = read_lines(args.peers) if args.peers else None
+    peers = args.peers
     if peers is not None:
         print("| shape | tokens | us | kernels us | peer us | ours / peer | must | aim | floor us |")
         print("|---|---|---|---|---|---|---|---|---|")
@@ -91,10 +92,6 @@ def table_line(name: str, row: dict, peers: list[dict]) -> str:
     bars = (MUST.get(row["tokens"], ""), AIM.get(row["tokens"], "")) if name == "tp8" else ("", "")
     cells = (name, row["tokens"], row["us"], row["kernels_us"], "" if peer is None else f"{peer:.1f}", ratio, *bars)
     return "| " + " | ".join(map(str, (*cells, row["floor_us"]))) + " |"
-
-
-def read_lines(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

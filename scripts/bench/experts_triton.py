@@ -28,6 +28,7 @@ from bench.wall import wall_us  # noqa: E402
 from k3jax import moe, presets  # noqa: E402
 from k3jax.triton_kernels import experts  # noqa: E402
 from k3jax.triton_kernels.experts import Activations, TritonTiles, tiles_for  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 TOKENS = (1, 9, 36, 144, 1024, 8192)
 SHARES = {"tp8": (896, 384), "whole": (112, 3072)}  # experts on the rank, their width
@@ -48,8 +49,8 @@ SWEEP = tuple(
 
 def main() -> None:
     """Print the lines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=whole(1), nargs="*", default=TOKENS)
     parser.add_argument("--shape", choices=SHARES, action="append", help="repeat for several; default: all")
     parser.add_argument("--activations", choices=("bfloat16", "float8"), default="bfloat16")
     parser.add_argument("--sweep", action="store_true", help="time tiles of every kind")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -31,6 +32,7 @@ from k3jax.pallas.small_gemm import (  # noqa: E402
     tiles_for,
 )
 from k3jax.pallas.small_gemm_cases import OTHER_SHAPES, SHAPES  # noqa: E402
+from serving.option_types import OneLineParser, several, whole  # noqa: E402
 
 MUST = 1.03  # of cuBLAS
 AIM = dict.fromkeys(((7168, 1536), (1536, 7168), (7168, 768), (896, 7168)), 0.85)
@@ -39,23 +41,25 @@ FULL, HALF = 226 * 1024, 112 * 1024  # of a multiprocessor's shared memory
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 9, 64])
-    parser.add_argument("--shapes", nargs="+", metavar="FEATURESxWIDTH", help="other than the bars'; 'all' for all")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=whole(1), nargs="+", default=[1, 9, 64])
+    parser.add_argument(
+        "--shapes",
+        type=shapes_of,
+        nargs="+",
+        metavar="FEATURESxWIDTH",
+        help="other than the bars'; 'all' for all",
+    )
     parser.add_argument("--sweep", action="store_true", help="time other tilings too")
     args = parser.parse_args()
-    for features, width in parse_shapes(args.shapes):
+    for features, width in itertools.chain.from_iterable(args.shapes) if args.shapes else SHAPES:
         for rows in args.rows:
             measure_shape(rows, features, width, sweeps=args.sweep)
 
 
-def parse_shapes(names: list[str] | None) -> tuple[tuple[int, int], ...]:
+def shapes_of(text: str) -> tuple[tuple[int, ...], ...]:
     """Pairs of features and width."""
-    if not names:
-        return SHAPES
-    if names == ["all"]:
-        return (*SHAPES, *OTHER_SHAPES)
-    return tuple((int(features), int(width)) for features, width in (name.split("x") for name in names))
+    return (*SHAPES, *OTHER_SHAPES) if text == "all" else (several(whole(1), count=2, separator="x")(text),)
 
 
 def measure_shape(rows: int, features: int, width: int, *, sweeps: bool) -> None:

@@ -27,6 +27,7 @@ from k3jax.pallas import kda_commit, kda_decode  # noqa: E402
 from k3jax.pallas.kda_commit import CommitTiles  # noqa: E402
 from k3jax.pallas.kda_decode import DecodeTiles, StackedParams, Token  # noqa: E402
 from k3jax.replay import Committed, Records  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 HEAD_DIM = 128
 DECODE_SWEEP = tuple(
@@ -52,10 +53,12 @@ COMMIT_SWEEP = tuple(
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 16, 64, 256])
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--record-tokens", type=int, default=9, help="tokens a row records for commit (default: 9)")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=whole(1), nargs="*", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--heads", type=whole(1), default=12)
+    parser.add_argument(
+        "--record-tokens", type=whole(1), default=9, help="tokens a row records for commit (default: 9)"
+    )
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     parser.add_argument("--commit-only", action="store_true", help="no decode")
     args = parser.parse_args()

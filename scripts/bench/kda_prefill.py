@@ -29,6 +29,7 @@ from bench.graph import captured_us, graph_us  # noqa: E402
 from k3jax.pallas import kda_prefill_prepare, kda_scan  # noqa: E402
 from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles  # noqa: E402
 from k3jax.pallas.kda_prefill_plan import make_plan  # noqa: E402
+from serving.option_types import OneLineParser, several, whole  # noqa: E402
 
 WIDTH = 128
 COLD_BYTES = 200e6
@@ -38,13 +39,17 @@ SHAPES += ((96, 1, 8192), (96, 4, 8192))
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", help="heads,batch,tokens of each; repeat for several")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shape",
+        type=several(whole(1), count=3),
+        action="append",
+        help="heads,batch,tokens of each; repeat for several",
+    )
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
-    parser.add_argument("--export", type=int, default=0, help="offset at which every sequence exports its state")
+    parser.add_argument("--export", type=whole(0), default=0, help="offset at which every sequence exports its state")
     args = parser.parse_args()
-    shapes = [tuple(int(x) for x in shape.split(",")) for shape in args.shape] if args.shape else SHAPES
-    for heads, batch, tokens in shapes:
+    for heads, batch, tokens in args.shape or SHAPES:
         for tiles in SWEEP if args.sweep else SWEEP[:1]:
             row = {"op": "kda_prefill", "heads": heads, "batch": batch, "seq": tokens, "export": args.export}
             row |= dataclasses.asdict(tiles)

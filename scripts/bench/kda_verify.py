@@ -27,6 +27,7 @@ from k3jax.pallas import kda_verify  # noqa: E402
 from k3jax.pallas.kda_verify import VerifyTiles  # noqa: E402
 from k3jax.pallas.kda_verify_block import STAMPS  # noqa: E402
 from k3jax.replay import Records  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 BARS_US = {1: (6.0, 4.5), 4: (7.0, 5.5), 16: (12.0, 9.0), 64: (36.0, 26.0)}  # must and aim at 12 heads and 9 tokens
 SWEEP = tuple(
@@ -37,12 +38,14 @@ SWEEP = tuple(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, nargs="*", default=[*BARS_US], help="numbers of rows")
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=9, help="tokens a row verifies (default: 9)")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=whole(1), nargs="*", default=[*BARS_US], help="numbers of rows")
+    parser.add_argument("--heads", type=whole(1), default=12)
+    parser.add_argument("--tokens", type=whole(1), default=9, help="tokens a row verifies (default: 9)")
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
-    parser.add_argument("--tilings", type=int, nargs="*", help="time only these of the sweep, counted from 0")
+    parser.add_argument(
+        "--tilings", type=whole(0, len(SWEEP) - 1), nargs="*", help="time only these of the sweep, counted from 0"
+    )
     parser.add_argument("--stages", action="store_true", help="also print when warpgroups reach the kernel's stages")
     args = parser.parse_args()
     for batch in args.batch:

@@ -23,6 +23,7 @@ from bench.graph import graph_us  # noqa: E402
 
 from k3jax.pallas import lines  # noqa: E402
 from k3jax.pallas.moe_tail import TailTiles, tail_kernel  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 WIDTH, CHOSEN, EPS = 3584, 16, 1e-5
 SWEEP = tuple(
@@ -34,8 +35,8 @@ SWEEP = tuple(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 9, 36, 144, 1024, 8192])
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=whole(1), nargs="+", default=[1, 9, 36, 144, 1024, 8192])
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     args = parser.parse_args()
     for tokens in args.tokens:

@@ -34,6 +34,7 @@ from k3jax.pallas import (  # noqa: E402
 )
 from k3jax.pallas.router_counts import MapTiles  # noqa: E402
 from k3jax.pallas.router_logits import LogitTiles  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 WIDTH, EXPERTS, CHOSEN = 7168, 896, 16
 LAYERS = 12  # of 12.8 MB
@@ -43,8 +44,8 @@ MOST = 144
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 9, 36, 144, 1024, 8192])
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=whole(1), nargs="+", default=[1, 9, 36, 144, 1024, 8192])
     parser.add_argument("--sweep", action="store_true", help="time other tilings of each kernel too")
     args = parser.parse_args()
     for tokens in args.tokens:

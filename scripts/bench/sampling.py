@@ -35,6 +35,7 @@ from k3jax.pallas import lines  # noqa: E402
 from k3jax.pallas import sampling as kernel  # noqa: E402
 from k3jax.sampling import Controls  # noqa: E402
 from k3jax.sharding.collectives import SINGLE  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 ROWS, WIDTH, MUST_US, AIM_US = 144, 20480, 400.0, 200.0
 CALLS, REPLAYS = 10, 15
@@ -49,9 +50,9 @@ FINDERS = {"xla": sampling.keep_threshold, "pallas": kernel.keep_threshold}
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[8, ROWS])
-    parser.add_argument("--width", type=int, default=WIDTH, help="of a rank's share of the vocabulary")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=whole(1), nargs="+", default=[8, ROWS])
+    parser.add_argument("--width", type=whole(1), default=WIDTH, help="of a rank's share of the vocabulary")
     args = parser.parse_args()
     for rows in args.rows:
         parts = {(limits, name): None for limits in LIMITS for name in FINDERS}

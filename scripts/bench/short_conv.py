@@ -23,6 +23,7 @@ from bench.floors import COPY_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 
 from k3jax.pallas.short_conv import ConvTiles, Sequences, short_conv_pallas, tile_table, tiles_for  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 NUM_INPUTS = 3  # of 100 MB and more, against 60 MB of L2
 SWEEP = tuple(
@@ -32,9 +33,9 @@ SWEEP = tuple(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=whole(1), default=12)
+    parser.add_argument("--tokens", type=whole(1), default=8192)
     parser.add_argument("--sweep", action="store_true", help="time every tiling")
     args = parser.parse_args()
     for tiles in SWEEP if args.sweep else (tiles_for(args.heads * 128),):

@@ -24,16 +24,19 @@ from bench.graph import graph_us  # noqa: E402
 from k3jax.pallas import slot_copy  # noqa: E402
 from k3jax.pallas.kda_channels import HEAD_DIM  # noqa: E402
 from k3jax.pallas.slot_copy import CopyTiles  # noqa: E402
+from serving.option_types import OneLineParser, whole  # noqa: E402
 
 PAIRS = 16
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=69)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--marked", type=int, nargs="*", default=[0, 1, 2, PAIRS], help=f"pairs of {PAIRS} to copy")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=whole(1), default=69)
+    parser.add_argument("--heads", type=whole(1), default=12)
+    parser.add_argument(
+        "--marked", type=whole(0, PAIRS), nargs="*", default=[0, 1, 2, PAIRS], help=f"pairs of {PAIRS} to copy"
+    )
     args = parser.parse_args()
     for marked in args.marked:
         for warpgroups in (2, 4):

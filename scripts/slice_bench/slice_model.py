@@ -16,14 +16,15 @@ from k3jax import params, presets
 from k3jax.config import K3Config
 
 DEGREE = 8
+MOST_LAYERS = presets.k3().num_hidden_layers
 
 
 def slice_config(num_layers: int) -> K3Config:
     """The first `num_layers` layers of K3 as rank 0 of tp 8 sees them: heads, inner widths and vocabulary divided,
     latent projections replicated."""
     k3 = presets.k3()
-    if not 1 <= num_layers <= k3.num_hidden_layers:
-        raise ValueError(f"--layers={num_layers} is outside 1..{k3.num_hidden_layers}")
+    if not 1 <= num_layers <= MOST_LAYERS:
+        raise ValueError(f"num_layers={num_layers} is outside 1 to {MOST_LAYERS}, which K3 has")
     return dataclasses.replace(
         k3,
         num_hidden_layers=num_layers,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from serving.core.types import ExecutorLimits, RowResult, StepPlan
 from serving.fake_drafter import choose_drafts
 
-_MAX_SPREAD = 10.0  # far beyond it the exponential overflows
+MAX_SPREAD = 10.0  # far beyond it the exponential overflows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class DraftModel:
         for name, chances in (("acceptance", self.acceptance), ("confidence", self.confidence)):
             if chances is not None and not (chances and all(0 <= chance <= 1 for chance in chances)):
                 raise ValueError(f"{name}={chances} are no chances. Give one or more from 0 to 1.")
-        if not 0 <= self.spread <= _MAX_SPREAD:
-            raise ValueError(f"spread={self.spread} is no deviation. Give one from 0 to {_MAX_SPREAD}.")
+        if not 0 <= self.spread <= MAX_SPREAD:
+            raise ValueError(f"spread={self.spread} is no deviation. Give one from 0 to {MAX_SPREAD}.")
 
 
 @dataclasses.dataclass(slots=True)

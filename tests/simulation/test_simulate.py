@@ -148,3 +148,27 @@ def test_the_command_replays_a_file_and_prints_a_table(tmp_path, capsys):
     assert "3 (0 failed)" in capsys.readouterr().out
     assert main(["--trace", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fix"),
+    [
+        ("--requests", "0", "Give one that is at least 1."),
+        ("--mean-output", "x", "Give one that is at least 1."),
+        ("--shared", "1.5", "Give a number at least 0 and at most 1."),
+        ("--rate", "0", "Give a number above 0."),
+        ("--rate", "nan", "Give a number above 0."),
+        ("--checkpoint-slots", "-1", "Give one that is at least 0."),
+        ("--host-cache-gb", "-1", "Give a number at least 0."),
+        ("--reserve-draft-slots", "-1", "Give one that is at least 0."),
+        ("--acceptance", "0.9,2", "Give a number at least 0 and at most 1."),
+        ("--confidence", "", "Give a number at least 0 and at most 1."),
+        ("--spread", "11", "Give a number at least 0 and at most 10."),
+    ],
+)
+def test_a_bad_option_is_refused_in_one_line_with_the_fix(option, value, fix, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([f"{option}={value}"])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert f"argument {option}: " in error and value.split(",")[-1] in error and error.endswith(f"{fix}\n")
