@@ -75,27 +75,34 @@ def together(barrier) -> None:
 
 
 def scratch() -> dict:
-    """Shared memory of a block. Inputs are overwritten by results of the same shape."""
-    tile, square = (PAIRS, CHUNK, WIDTH), (PAIRS, CHUNK, CHUNK)
-    block, pair_of_blocks = (swizzled((PAIRS, CHUNK, columns), jnp.float16, swizzle=32) for columns in (16, 32))
+    """Shared memory of a block. Inputs are overwritten by results of the same shape.
+
+    Where names share memory, each of them has all of a pair's bytes under its index: a pair must not write into the
+    other's.
+    """
+    tile, square, halves = (PAIRS, CHUNK, WIDTH), (PAIRS, CHUNK, CHUNK), (PAIRS, 2, CHUNK, CHUNK)
+    # Blocks of 16 and of 32 columns, in the order of memory: two of the former in front, one of the latter behind.
+    narrow, wide = (swizzled((PAIRS, CHUNK // n, CHUNK, n), jnp.float16, swizzle=32) for n in (16, 32))
     return {
         "q": _loaded(tile),  # then queries
         "k": _loaded(tile),  # then keys
-        "v": _loaded((PAIRS, 2, CHUNK, CHUNK)),  # halves of V; then U^T
+        "v": _loaded(halves),  # halves of V; then U^T
         "left": plgpu.RefUnion(  # half of K
             swizzled(square, jnp.float16),  # log-decays
-            [block, block, pair_of_blocks],  # the triangle
+            narrow,  # the triangle: diagonal blocks and those beside them
+            wide,  # and those below
         ),
         "right": plgpu.RefUnion(
             swizzled(square, jnp.float16),
-            [block, pair_of_blocks],  # the triangle's inverse on the way
+            narrow,  # the triangle's inverse on the way
+            wide,  # and that of its left half
             swizzled(square, jnp.bfloat16),  # the mixing matrix
         ),
         # Free once scores are there: the gates of the next tile arrive meanwhile.
         "columns": plgpu.RefUnion(
             swizzled(tile, jnp.bfloat16),
-            [swizzled(square, jnp.bfloat16)] * 2,  # gates, by halves of K
-            [plgpu.SMEM(square, jnp.bfloat16)] * 2,
+            swizzled(halves, jnp.bfloat16),  # gates, by halves of K
+            plgpu.SMEM(halves, jnp.bfloat16),
         ),
         "decayed": plgpu.RefUnion(swizzled(tile, jnp.float16), swizzled(tile, jnp.bfloat16)),  # k 2^G; then W
         "scores": swizzled((PAIRS, CHUNK, CHUNK), jnp.bfloat16, swizzle=64),  # so that 32 columns can be addressed
@@ -119,32 +126,18 @@ def _loaded(shape: tuple[int, ...]) -> object:
 def of_pair(buffers: list, pair) -> dict:
     """A pair's part of allocated `scratch`, by name; further views of memory have names of their own."""
     s = dict(zip(scratch(), buffers, strict=True))
-    left, triangle = s.pop("left")
-    right, inverse, s["mixing"] = s.pop("right")
-    s["columns"], gates, gate_rows = s["columns"]
-    s["decayed"], s["w"] = s["decayed"]
-    s |= dict(zip(("diagonal", "beside", "below", "inverse", "left_inverse"), (*triangle, *inverse), strict=True))
-    for name, halves in (("gate", gates), ("gate_rows", gate_rows), ("log_decay", (left, right))):
-        s[name] = [half.at[pair] for half in halves]
+    left, narrow, wide = (view.at[pair] for view in s.pop("left"))
+    s["diagonal"], s["beside"], s["below"] = narrow.at[0], narrow.at[1], wide.at[1]
+    right, narrow, wide, s["mixing"] = (view.at[pair] for view in s.pop("right"))
+    s["inverse"], s["left_inverse"] = narrow.at[0], wide.at[1]
+    s["log_decay"] = [left, right]
+    s["columns"], gates, gate_rows = (view.at[pair] for view in s["columns"])
+    s["gate"], s["gate_rows"] = ([view.at[half] for half in range(2)] for view in (gates, gate_rows))
+    s["decayed"], s["w"] = (view.at[pair] for view in s["decayed"])
     for name in ("q", "k", "v"):
         s[name], s[f"{name}_rows"] = (view.at[pair] for view in s[name])
-    for name in (
-        "diagonal",
-        "beside",
-        "below",
-        "inverse",
-        "left_inverse",
-        "mixing",
-        "columns",
-        "decayed",
-        "w",
-        "scores",
-        "factors",
-        "bias",
-        "beta",
-    ):
+    for name in ("scores", "factors", "bias", "beta", "loaded"):
         s[name] = s[name].at[pair]
-    s["loaded"] = s["loaded"].at[pair]
     for barriers, names in ((s["meetings"], _MEETINGS), (s["signals"], _SIGNALS)):
         s |= {name: barriers.at[pair * len(names) + index] for index, name in enumerate(names)}
     return s

@@ -1,12 +1,14 @@
 """The KDA prefill kernels in the Mosaic GPU interpreter, races detected, against the recurrence in float64."""
 
 import dataclasses
+import math
 import secrets
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from mosaic_interpreter import interpreter
 
 from k3jax.pallas import kda_cases, kda_prefill_memory, kda_prefill_prepare
@@ -100,6 +102,19 @@ def test_an_export_equals_the_end_of_a_run_that_ends_there_bit_for_bit(offset, t
     ended = whole._replace(cu_seqlens=np.array([0, offset], np.int32), export_offsets=np.zeros(1, np.int32))
     _, ended_pool = run(ended, tiles, interpreter())
     assert np.array_equal(pool[0, whole.export_slots[0]], ended_pool[0, whole.slots[0]])
+
+
+def test_no_pair_shares_memory_with_the_other():
+    """Names that share memory split it between the pairs alike: the interpreter gives each name memory of its own."""
+
+    def bytes_of_a_pair(ref) -> int:
+        assert ref.shape[0] == kda_prefill_memory.PAIRS
+        return math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize
+
+    for name, ref in kda_prefill_memory.scratch().items():
+        if isinstance(ref, plgpu.RefUnion):
+            sizes = {bytes_of_a_pair(view) for view in jax.tree.leaves(ref.refs, is_leaf=lambda x: hasattr(x, "shape"))}
+            assert len(sizes) == 1, f"{name}: {sizes}"
 
 
 def test_the_judge_refuses_a_result_one_percent_off():
