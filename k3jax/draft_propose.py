@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from k3jax import draft_heads, sampling
+from k3jax import branches, draft_heads, sampling
 from k3jax.cache import Leaf
 from k3jax.draft_config import DraftConfig
 from k3jax.layers import linear, wide
@@ -51,11 +51,14 @@ def propose(
     draft_tokens: int,
     parallel: Parallel,
     choose: Choose | None = None,
+    *,
+    repeat: Callable = branches.loop,
 ) -> Proposal:
     """Draft `draft_tokens` tokens of every row from the first rows of its block. Rows do not interact.
 
     `lm_head` is this rank's share of the target's. Without a confidence head survival is 1: nothing is known against a
-    draft, so as many are verified as there is room for. Raises `ValueError` for more drafts than the block has rows.
+    draft, so as many are verified as there is room for. `repeat` runs the walk. Raises `ValueError` for more drafts
+    than the block has rows.
     """
     if not 1 <= draft_tokens <= hidden.shape[1]:
         raise ValueError(f"draft_tokens={draft_tokens} must be between 1 and the block of {hidden.shape[1]} rows")
@@ -79,7 +82,7 @@ def propose(
         return logits, lax.dynamic_update_index_in_dim(tokens, token, index, 1), confidence, token
 
     start = (logits, tokens, confidence, anchors.astype(jnp.int32))
-    logits, tokens, confidence, _ = lax.fori_loop(0, draft_tokens, walk, start)
+    logits, tokens, confidence, _ = repeat(draft_tokens, walk, start)
     survival = jnp.cumprod(confidence, axis=1)
     # float32 like every number of the row state, also where the maths is wider.
     return Proposal(tokens, logits, jnp.where(jnp.isnan(survival), 0, survival).astype(jnp.float32))

@@ -99,10 +99,10 @@ def step(
         pools, boundary = _commit_state(params, out.pools, rows, inputs, where, accepted, config, shape, ops)
         rows = _commit_rows(rows, inputs, where, accepted, null_row, parallel)
     with jax.named_scope("draft_context"):
-        pools = _write_context(params, pools, inputs, writes, where, out.taps, drafting, shape)
+        pools = _write_context(params, pools, inputs, writes, where, out.taps, drafting, shape, ops)
     if shape.drafts:
         with jax.named_scope("draft"):
-            rows = _propose(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel)
+            rows = _propose(params, pools, rows, inputs, accepted, drafting, shape, ops, null_row, parallel)
     survival = jnp.where(rows.drafts.count[inputs.lane_rows, None] > 0, rows.drafts.survival[inputs.lane_rows], 0)
     return (
         pools,
@@ -235,7 +235,9 @@ def _commit_rows(rows: Rows, inputs: StepInputs, where: VerifyGeometry, accepted
     )
 
 
-def _write_context(params, pools: Pools, inputs, writes: PageWrites, where: VerifyGeometry, taps, drafting, shape):
+def _write_context(
+    params, pools: Pools, inputs, writes: PageWrites, where: VerifyGeometry, taps, drafting, shape, ops: Ops
+):
     """Keys and values of every token of the step, accepted or not: what lies beyond a row's length is never read.
 
     A decode step that is to go without them writes zeros, so that no draft ever depends on what a page held before.
@@ -255,21 +257,35 @@ def _write_context(params, pools: Pools, inputs, writes: PageWrites, where: Veri
             num_tokens=shape.num_tokens,
         )
 
-    if not shape.prefill_tokens:
-        found = jax.eval_shape(entries)
-        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
-        entries = functools.partial(lax.cond, inputs.has_context > 0, entries, zeros)
-    draft = draft_context.write_context(pools.draft, entries(), writes.page, writes.offset, writes.live)
+    has_context = inputs.has_context > 0
+
+    def known():
+        return jax.tree.map(lambda leaf: jnp.where(has_context, leaf, 0), entries())
+
+    def zeros():
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(entries))
+
+    if shape.prefill_tokens:
+        found = entries()
+    else:
+        found = ops.when_wanted(has_context, known, zeros, num_bytes=_num_bytes(params["draft"]["context"]))
+    draft = draft_context.write_context(pools.draft, found, writes.page, writes.offset, writes.live)
     return pools._replace(draft=draft)
 
 
-def _propose(params, pools: Pools, rows: Rows, inputs, where: VerifyGeometry, accepted, drafting, null_row, parallel):
-    """Draw the next drafts of every row that has chosen a token and may use them."""
+def _propose(
+    params, pools: Pools, rows: Rows, inputs, accepted, drafting, shape: StepShape, ops: Ops, null_row: int, parallel
+):
+    """Draw the next drafts of every row that has chosen a token and may use them.
+
+    Decode steps with room for drafts are there to make some: there is nothing to gain from asking whether one does.
+    """
     at = inputs.lane_rows
     anchors, positions = rows.last_token[at], rows.length[at]
     wants = (accepted.count > 0) & (rows.may_draft[at] > 0) & (positions + 1 < rows.end[at])
+    wants &= inputs.is_drafting > 0
 
-    def draw(rows: Rows) -> Rows:
+    def draw() -> DraftRows:
         hidden = draft_block.block_hidden(
             params["draft"],
             params["embed"],
@@ -283,20 +299,32 @@ def _propose(params, pools: Pools, rows: Rows, inputs, where: VerifyGeometry, ac
         )
 
         def choose(logits, index):
-            return verify.draw_draft(logits, rows.temperature[at], rows.seed[at], positions + 1, index, parallel)
+            draw = functools.partial(verify.draw_draft, parallel=parallel, when_wanted=ops.when_wanted)
+            return draw(logits, rows.temperature[at], rows.seed[at], positions + 1, index)
 
         proposal = draft_propose.propose(
-            params["draft"], params["lm_head"], drafting.config, hidden, anchors, drafting.tokens, parallel, choose
+            params["draft"],
+            params["lm_head"],
+            drafting.config,
+            hidden,
+            anchors,
+            drafting.tokens,
+            parallel,
+            choose,
+            repeat=ops.repeat,
         )
         row = jnp.where(wants, at, null_row)
         old = rows.drafts
-        return rows._replace(
-            drafts=DraftRows(
-                tokens=old.tokens.at[row].set(proposal.tokens),
-                logits=old.logits.at[row].set(proposal.logits.astype(old.logits.dtype)),
-                survival=old.survival.at[row].set(proposal.survival),
-                count=old.count.at[row].set(jnp.where(row == null_row, 0, drafting.tokens)),
-            )
+        return DraftRows(
+            tokens=old.tokens.at[row].set(proposal.tokens),
+            logits=old.logits.at[row].set(proposal.logits.astype(old.logits.dtype)),
+            survival=old.survival.at[row].set(proposal.survival),
+            count=old.count.at[row].set(jnp.where(row == null_row, 0, drafting.tokens)),
         )
 
-    return lax.cond(jnp.any(wants) & (inputs.is_drafting > 0), draw, lambda rows: rows, rows)
+    in_vain = _num_bytes(params["draft"]) if shape.prefill_tokens else 0
+    return rows._replace(drafts=ops.when_wanted(jnp.any(wants), draw, lambda: rows.drafts, num_bytes=in_vain))
+
+
+def _num_bytes(tree: Tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

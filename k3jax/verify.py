@@ -18,6 +18,7 @@ later round that drew for the same positions from the same numbers would be bias
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from k3jax import sampling
+from k3jax import branches, sampling
 from k3jax.cache import Leaf
 from k3jax.layers import wide
 from k3jax.sampling import Controls
@@ -133,6 +134,8 @@ def draw_draft(
     start: Int[Array, "R"],
     index: Int[Array, ""] | int,
     parallel: Parallel,
+    *,
+    when_wanted: Callable = branches.by_condition,
 ) -> Int[Array, "R"]:
     """Draw draft `index` (from 0) of the block whose first draft stands at position `start`, from softmax(logits / t).
 
@@ -147,7 +150,8 @@ def draw_draft(
         noise = sampling.gumbel(seed, start, ids + (index + 1) * DRAFT_COUNTERS, scaled.dtype)
         return jnp.where(temperature[:, None] > 0, scaled + noise, finite)
 
-    return sampling.argmax(lax.cond(jnp.any(temperature > 0), stochastic, lambda: finite), ids, parallel)
+    values = when_wanted(jnp.any(temperature > 0), stochastic, lambda: finite, num_bytes=finite.nbytes)
+    return sampling.argmax(values, ids, parallel)
 
 
 def _own_ids(width: int, num_drafts: int, parallel: Parallel) -> Int[Array, "X"]:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from k3jax import attn_res, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
+from k3jax import attn_res, branches, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
 from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_prefill_op, kda_verify, moe_tail, router, slot_copy
@@ -54,6 +54,8 @@ class Ops:
     route: Callable = moe.route_live
     routed_experts: Callable = moe.routed_experts
     finish_rows: Callable = moe.finish_rows  # of expert ops that leave their rows unsummed
+    when_wanted: Callable = branches.by_condition
+    repeat: Callable = branches.loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,8 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
     else:
         taken["mla_verify"] = mla_verify.verify_by_token
         reasons["mla_verify"] = "every token is a decode row: no loop over rows"
+        taken |= {"when_wanted": branches.unless_small, "repeat": branches.unrolled}
+        reasons |= dict.fromkeys(("when_wanted", "repeat"), "a step's graph is sent off faster without branches")
     running = set()
     for op, kernel in KERNELS.items():
         refusal = _refusal(op, situation) or HELD_BACK.get(op)

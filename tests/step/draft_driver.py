@@ -49,6 +49,7 @@ class DraftMachine(Machine):
         rollback: Rollback = "replay",
         rule: AcceptanceRule = "standard",
         config=None,
+        ops: dispatch.Ops | None = None,
     ):
         config = config or mini_config()
         super().__init__(
@@ -56,7 +57,7 @@ class DraftMachine(Machine):
             random_params(config) | {"draft": random_draft(draft)},
             dtype,
             tp=tp,
-            ops=dispatch.with_rollback(dispatch.Ops(), rollback),
+            ops=dispatch.with_rollback(ops or dispatch.Ops(), rollback),
             cache=cache,
             optimise=False,
             drafting=Drafting(config=draft, tokens=tokens, rollback=rollback, rule=rule),
