@@ -26,6 +26,7 @@ OPS = (
     "kda-decode",
     "kda-prefill",
     "kda-verify",
+    "mla-decode",
     "moe-tail",
     "router",
     "sampling",
@@ -36,7 +37,17 @@ GROUPS = {
     "kda": ("kda-decode", "kda-verify", "slot-copy", "short-conv", "kda-prefill"),
     "moe": ("router", "experts", "moe-tail"),
 }
-SHAPE = ("op", "heads", "batch", "seq", "tokens", "experts", "inter")  # what a line of ours must share with a peer's
+SHAPE = (
+    "op",
+    "heads",
+    "batch",
+    "seq",
+    "tokens",
+    "experts",
+    "inter",
+    "context",
+    "queries",
+)  # what a line of ours must share with a peer's
 
 
 def main() -> int:

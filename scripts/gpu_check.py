@@ -10,6 +10,8 @@ inputs, poisoned pools, against float64; for decode also slots beyond 2^31 eleme
 slot-copy: every case of `k3jax/pallas/slot_copy_cases.py`, every bit of both pools.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
 for bit. kda-prefill-op: the same kernels behind the step's op, every case of `k3jax/pallas/kda_prefill_op_cases.py`.
+mla-decode: every case of `k3jax/pallas/mla_decode_cases.py` against float64, the same bits in other lanes, a pool of
+more than 2^31 elements, and the ops of decode and verify beside the XLA references.
 attn-res, experts, experts-triton, gemm, moe-tail, router, sampling: every case of their `*_cases.py`, fresh random
 inputs, against float64 and in every integer; for experts also weight stacks beyond 2^31 bytes, for gemm 2^31 elements.
 """
@@ -42,6 +44,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "experts": ("experts", "check_experts"),
     "experts-triton": ("experts_triton", "check_experts_triton"),
     "attn-res": ("attn_res", "check_attn_res"),
+    "mla-decode": ("mla_decode", "check_mla_decode"),
     "moe-tail": ("moe_tail", "check_moe_tail"),
     "router": ("router", "check_router"),
     "gemm": ("small_gemm", "check_small_gemm"),

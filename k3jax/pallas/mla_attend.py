@@ -1,0 +1,278 @@
+"""Attention of a row's absorbed queries over a split of its paged latents, on Hopper: partial results, flash-decoding.
+
+With the latents C of a page [64, L], of which the first V channels are also the values, queries Q [n, L] and scale c of
+the scores in base 2, both products have the queries on the short side of wgmma:
+
+    S^T = C Q^T [64, n]        O^T <- O^T 2^(m_old - m_new) + C_V^T 2^(c S^T - m_new) [V, n]
+
+so n of 8 to 32 costs only that much. A warpgroup has queries of its own and shares nothing with the other but the
+pages; what one waits for the other computes meanwhile. One more warpgroup fetches pages and queries, ahead over units
+of work (`mla_plan`); blocks are persistent. Maximum m and sum l of every query go beside its unfinished output.
+
+Tokens behind the last are masked in the scores and zeros as values: what a page held before may be NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from k3jax.cache import PAGE_SIZE
+from k3jax.pallas.mla_columns import (
+    COLUMN,
+    WARPS,
+    WGMMA,
+    maximum_of_columns,
+    multiply_onto,
+    store_columns,
+    store_transposed,
+    sum_over_threads,
+    sum_own_rows,
+)
+from k3jax.pallas.mla_plan import UNIT_FIELDS, MlaTiles, SplitGrid
+from k3jax.pallas.shared_memory import swizzled
+
+MULTIPROCESSORS = 132
+_STAGES = 2  # pages in shared memory
+_BANK = 64  # columns of a swizzled tile
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+STATISTICS_MULTIPLE = 128  # splits of a row are padded to this many
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendShape:
+    """What a kernel is built for."""
+
+    rows: int
+    heads: int
+    rank: int  # channels that are values
+    width: int  # channels of a latent
+    scale: float  # of the scores, for a softmax in base 2
+    tiles: MlaTiles
+    grid: SplitGrid
+    blocks: int = MULTIPROCESSORS
+
+    @property
+    def padded_splits(self) -> int:
+        return -(-self.grid.splits // STATISTICS_MULTIPLE) * STATISTICS_MULTIPLE
+
+    def outputs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Unfinished outputs [R, tiles, splits, n, V] and (m, l) [R, tiles, 2, n, splits]; both float32."""
+        columns, of_row = self.tiles.block_columns, (self.rows, self.tiles.tiles)
+        return (
+            jax.ShapeDtypeStruct((*of_row, self.grid.splits, columns, self.rank), jnp.float32),
+            jax.ShapeDtypeStruct((*of_row, 2, columns, self.padded_splits), jnp.float32),
+        )
+
+
+def _scratch(shape: AttendShape) -> dict:
+    tiles = shape.tiles
+    return {
+        "queries": swizzled((tiles.warpgroups, tiles.columns, shape.width), jnp.bfloat16),
+        "pages": swizzled((_STAGES, PAGE_SIZE, shape.width), jnp.bfloat16),
+        "weights": swizzled((tiles.warpgroups, tiles.columns, PAGE_SIZE), jnp.bfloat16),
+        "sums": plgpu.SMEM((tiles.warpgroups, WARPS, tiles.columns), jnp.float32),
+        "queries_ready": plgpu.Barrier(num_arrivals=tiles.warpgroups),
+        "queries_taken": plgpu.Barrier(num_arrivals=tiles.warpgroups),
+        "ready": plgpu.Barrier(num_barriers=_STAGES),
+        "taken": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=_STAGES),
+        "tail_loaded": plgpu.Barrier(),
+    }
+
+
+class _Block:
+    """A thread block's view of the work; methods are traced into the kernel."""
+
+    def __init__(self, refs: tuple, s: dict, shape: AttendShape, is_interpreted: bool):
+        self.units, num_units, self.layer, self.queries, self.table, self.pool, self.partial, self.statistics = refs
+        self.s, self.shape, self.is_interpreted = s, shape, is_interpreted
+        self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        left = jnp.maximum(num_units[0] - self.block, 0)
+        self.num_units = lax.div(left + shape.blocks - 1, jnp.int32(shape.blocks))
+
+    def look_up(self, turn) -> tuple:
+        """Fields of this block's unit `turn`; of its last one beyond."""
+        unit = self.block + jnp.clip(turn, 0, jnp.maximum(self.num_units - 1, 0)) * self.shape.blocks
+        unit = jnp.minimum(unit, self.units.shape[0] - 1)
+        return tuple(self.units[unit, field] for field in range(len(UNIT_FIELDS) - 1))
+
+    def page_id(self, row, page):
+        return self.table[row, jnp.minimum(page, self.table.shape[1] - 1)]
+
+    def produce(self) -> None:
+        """Fetch every unit's queries and pages."""
+        s, shape = self.s, self.shape
+        first_page_of_layer = self.layer[0]
+
+        def fetch_unit(turn, carry):
+            found, fetched = carry
+            row, tile, _split, first_page, num_pages, _limit, tail = found
+            following = self.look_up(turn + 1)
+
+            def fetch_page(index, page):
+                number = fetched + index
+                stage = lax.rem(number, jnp.int32(_STAGES))
+                following_page = self.page_id(row, first_page + index + 1)
+                pl.when(number >= _STAGES)(lambda: plgpu.barrier_wait(s["taken"].at[stage]))
+                source, target = self.pool.at[first_page_of_layer + page], s["pages"].at[stage]
+                is_short = (index == num_pages - 1) & (tail < PAGE_SIZE)
+
+                @pl.when(jnp.logical_not(is_short))
+                def _():
+                    plgpu.copy_gmem_to_smem(source, target, s["ready"].at[stage])
+
+                @pl.when(is_short)
+                def _():
+                    plgpu.copy_gmem_to_smem(source, target, s["tail_loaded"])
+
+                @pl.when(index == 0)
+                def _():
+                    pl.when(turn > 0)(lambda: plgpu.barrier_wait(s["queries_taken"]))
+                    for own in range(shape.tiles.warpgroups):
+                        own_queries = self.queries.at[row, tile, own]
+                        plgpu.copy_gmem_to_smem(own_queries, s["queries"].at[own], s["queries_ready"])
+
+                @pl.when(is_short)
+                def _():
+                    plgpu.barrier_wait(s["tail_loaded"])
+                    self.clear_values(target, tail)
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(s["ready"].at[stage])
+
+                return following_page
+
+            lax.fori_loop(0, num_pages, fetch_page, self.page_id(row, first_page))
+            return following, fetched + num_pages
+
+        _, fetched = lax.fori_loop(0, self.num_units, fetch_unit, (self.look_up(0), jnp.int32(0)))
+        # What is taken last nobody waits for otherwise.
+        for back in range(_STAGES):
+
+            @pl.when(fetched > back)
+            def _(back=back):
+                plgpu.barrier_wait(s["taken"].at[lax.rem(fetched - 1 - back, jnp.int32(_STAGES))])
+
+        pl.when(self.num_units > 0)(lambda: plgpu.barrier_wait(s["queries_taken"]))
+
+    def clear_values(self, page, tail) -> None:
+        """Zeros for the tokens from `tail` on, in the channels that are values."""
+
+        def clear(bank, carry):
+            ref = page.at[:, pl.ds(pl.multiple_of(bank * _BANK, _BANK), _BANK)]
+            token = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, _BANK), 0, layout=WGMMA)
+            values = plgpu.load(ref, layout=WGMMA)
+            ref[...] = jnp.where(token < tail, values.astype(jnp.float32), 0).astype(jnp.bfloat16)
+            return carry
+
+        lax.fori_loop(0, self.shape.rank // _BANK, clear, None)
+
+    def consume(self) -> None:
+        """Attend with this warpgroup's queries of every unit."""
+        s, shape, own = self.s, self.shape, self.warpgroup
+        columns, rank = shape.tiles.columns, shape.rank
+        queries, sums, weights = s["queries"].at[own], s["sums"].at[own], s["weights"].at[own]
+
+        def by_column(x, rows: int = PAGE_SIZE):
+            return lax.broadcast_in_dim(x, (rows, columns), [1])
+
+        def full(shape, value, layout):
+            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+        def attend(turn, carry):
+            found, fetched = carry
+            row, tile, split, _first_page, num_pages, limit, _tail = found
+            following = self.look_up(turn + 1)
+            first_column = tile * shape.tiles.block_columns + own * columns
+
+            def masked(scores, index):  # rarely needed: what it takes is not kept over the loop
+                column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLUMN) + first_column
+                last_seen = limit - index * PAGE_SIZE + lax.div(column, jnp.int32(shape.heads))
+                token = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, columns), 0, layout=WGMMA)
+                return jnp.where(token <= by_column(last_seen), scores, -jnp.inf)
+
+            plgpu.barrier_wait(s["queries_ready"])
+
+            def visit(index, softmax):
+                total, top, mass = softmax
+                stage = lax.rem(fetched + index, jnp.int32(_STAGES))
+                page = s["pages"].at[stage]
+                plgpu.barrier_wait(s["ready"].at[stage])
+
+                def score(accumulator):
+                    plgpu.wgmma(accumulator, page, queries.T)
+                    return accumulator[...]
+
+                scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef((PAGE_SIZE, columns), jnp.float32))
+                pl.when(index == num_pages - 1)(lambda: plgpu.barrier_arrive(s["queries_taken"]))
+                are_all_seen = (index + 1) * PAGE_SIZE <= limit + 1
+                scores = lax.cond(are_all_seen, lambda x, _: x, masked, scores, index)
+                new_top = jnp.maximum(top, shape.scale * maximum_of_columns(scores, sums, self.is_interpreted))
+                safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+                shrink = jnp.exp2(top - safe)
+                shares = jnp.exp2(shape.scale * scores - by_column(safe))
+                rounded = shares.astype(jnp.bfloat16)
+                weights.T[...] = plgpu.layout_cast(rounded, plgpu.Layout.WGMMA_TRANSPOSED)
+                mass = mass * shrink + sum_own_rows(shares, self.is_interpreted)
+                total = total * by_column(shrink, rank)
+                plgpu.commit_smem()
+                total = multiply_onto(total, page.at[:, pl.ds(0, rank)].T, weights.T, self.is_interpreted)
+                plgpu.barrier_arrive(s["taken"].at[stage])
+                return total, new_top, mass
+
+            empty = (
+                full((rank, columns), 0.0, WGMMA),
+                full((columns,), -jnp.inf, COLUMN),
+                full((columns,), 0.0, COLUMN),
+            )
+            total, top, mass = lax.fori_loop(0, num_pages, visit, empty)
+            plgpu.commit_smem()  # the scratch of sums has been read by everybody
+            mass = sum_over_threads(mass, sums, self.is_interpreted)
+            of_block = pl.ds(pl.multiple_of(own * columns, columns), columns)
+            store_transposed(self.partial.at[row, tile, split, of_block], total, self.is_interpreted)
+            for kind, value in enumerate((top, mass)):
+                store_columns(self.statistics.at[row, tile, kind, of_block, split], value, self.is_interpreted)
+            plgpu.commit_smem()  # and so it has been now
+            return following, fetched + num_pages
+
+        lax.fori_loop(0, self.num_units, attend, (self.look_up(0), jnp.int32(0)))
+
+
+@functools.cache
+def attend_kernel(shape: AttendShape, interpret=None):
+    """Build the kernel: (units, num_units, first page of the layer [1], queries [R, tiles, warpgroups, n, L], page
+    table [R, P], pool [pages of all layers, 64, L]) -> `AttendShape.outputs`, written for the units' splits only.
+    """
+    warpgroups = shape.tiles.warpgroups
+
+    def entry(*refs, **scratch):
+        block = _Block(refs, scratch, shape, interpret is not None)
+
+        @pl.when(block.warpgroup == warpgroups)
+        def _():
+            if warpgroups > 1:
+                plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+            block.produce()
+
+        @pl.when(block.warpgroup < warpgroups)
+        def _():
+            if warpgroups > 1:
+                plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+            block.consume()
+
+    return plgpu.kernel(
+        entry,
+        out_type=shape.outputs(),
+        grid=(shape.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=_scratch(shape),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )

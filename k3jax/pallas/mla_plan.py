@@ -1,0 +1,162 @@
+"""How attention over paged latents is divided: splits of the sequence, tiles of a row's queries, units of work.
+
+A row's queries are its tokens times its heads, one after the other: query i is head i % H of token i // H. Splits lie
+on a grid of absolute positions, the same for every row of a bucket, so a query's result depends neither on the other
+rows nor on how many tokens its row brings. Their length doubles with the position, so that a short context is spread
+over many multiprocessors and a long one leaves few partial results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from k3jax.cache import PAGE_SIZE, Leaf
+
+MAX_COLUMNS = 32  # queries of a warpgroup: sums of 512 channels take four registers each
+WARPGROUPS = 2  # of a block at most, besides the one that fetches
+PARTIAL_BYTES = 512e6  # that partial results of a step may take
+_COLUMN_MULTIPLE = 8  # what wgmma multiplies at least
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlaTiles:
+    """How a row's queries are divided."""
+
+    columns: int  # queries of a warpgroup
+    warpgroups: int  # of a block
+    tiles: int  # blocks that share a row's queries
+
+    def __post_init__(self) -> None:
+        if self.columns % _COLUMN_MULTIPLE or not 0 < self.columns <= MAX_COLUMNS:
+            raise ValueError(f"columns={self.columns} must be a multiple of {_COLUMN_MULTIPLE} up to {MAX_COLUMNS}")
+        if not 1 <= self.warpgroups <= WARPGROUPS:
+            raise ValueError(f"warpgroups={self.warpgroups} must lie in 1..{WARPGROUPS}")
+
+    @property
+    def block_columns(self) -> int:
+        return self.columns * self.warpgroups
+
+    @property
+    def row_columns(self) -> int:
+        """Queries of a row, padding included."""
+        return self.block_columns * self.tiles
+
+
+def tiles_for(queries: int) -> MlaTiles:
+    """Tiles for up to `queries` queries a row: one warpgroup where it can hold them all, otherwise two."""
+    warpgroups = 1 if queries <= MAX_COLUMNS else WARPGROUPS
+    tiles = -(-queries // (MAX_COLUMNS * warpgroups))
+    columns = -(-queries // (tiles * warpgroups * _COLUMN_MULTIPLE)) * _COLUMN_MULTIPLE
+    return MlaTiles(columns=columns, warpgroups=warpgroups, tiles=tiles)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitGrid:
+    """Splits of a context, as the page where each begins and the one where the last ends."""
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.bounds[0] != 0 or any(a >= b for a, b in zip(self.bounds, self.bounds[1:], strict=False)):
+            raise ValueError(f"bounds={self.bounds} must rise from 0")
+
+    @property
+    def splits(self) -> int:
+        return len(self.bounds) - 1
+
+
+@functools.cache
+def grid_for(rows: int, pages: int, tiles: MlaTiles, rank: int, fine: int | None = None) -> SplitGrid:
+    """Splits for a bucket of `rows` rows of up to `pages` pages, at most as many as `PARTIAL_BYTES` have room for.
+
+    Few rows are divided finely: into `fine` splits in the first 128 pages, half as many whenever a row doubles.
+    """
+    bytes_a_split = rows * tiles.row_columns * rank * 4
+    room = max(4, int(PARTIAL_BYTES // bytes_a_split))
+    fine = fine or next(n for limit, n in ((8, 64), (16, 32), (64, 16), (1 << 30, 8)) if rows <= limit)
+    while True:
+        grid = _grid(fine, 128 // fine, pages)
+        if grid.splits <= room or fine <= 2:
+            return grid
+        fine //= 2
+
+
+def _grid(fine: int, size: int, pages: int) -> SplitGrid:
+    """`fine` splits of `size` pages, then half as many of twice the size, again and again."""
+    bounds, count = [0], fine
+    while bounds[-1] < pages:
+        for _ in range(count):
+            if bounds[-1] < pages:
+                bounds.append(min(bounds[-1] + size, pages))
+        count, size = max(1, fine // 2), 2 * size
+    return SplitGrid(tuple(bounds))
+
+
+class Rows(NamedTuple):
+    """The queries of a step. Every field int32."""
+
+    first: Leaf  # [R] position of the row's first token
+    count: Leaf  # [R] its tokens; 0: nothing is done for it
+    start: Leaf  # [R] its first token among all
+
+
+class Plan(NamedTuple):
+    """Units of work: a row's split times a tile of its queries. The same for all layers of a step."""
+
+    units: Int[Array, "U 8"]  # `UNIT_FIELDS` of every unit; those behind the last hold anything
+    num_units: Int[Array, "1"]
+    rows: Int[Array, "R 4"]  # of every row: tokens, first token, splits, and 0
+
+
+UNIT_FIELDS = (
+    "row",
+    "tile",
+    "split",
+    "first_page",  # of the split, in the row's table
+    "num_pages",
+    "limit",  # last position that the row's first token sees, from the split's first position on
+    "tail",  # tokens of the last page that there are
+    "unused",
+)
+
+
+def make_plan(rows: Rows, heads: int, tiles: MlaTiles, grid: SplitGrid) -> Plan:
+    """The units of a step, those of a row's last splits first: they are the longest."""
+    num_rows = rows.count.shape[0]
+    bounds = jnp.array(grid.bounds, jnp.int32)
+    tokens = jnp.where(rows.count > 0, rows.first + rows.count, 0)
+    pages = (tokens + PAGE_SIZE - 1) // PAGE_SIZE
+    splits = jnp.sum(bounds[:-1] < pages[:, None], axis=1, dtype=jnp.int32)
+    row_tiles = (rows.count * heads + tiles.block_columns - 1) // tiles.block_columns
+    ends = jnp.cumsum(splits * row_tiles, dtype=jnp.int32)
+    unit = jnp.arange(num_rows * grid.splits * tiles.tiles, dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(ends <= unit[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
+    within = unit - (ends - splits * row_tiles)[row]
+    row_tiles = jnp.maximum(row_tiles, 1)[row]
+    split = jnp.clip(splits[row] - 1 - within // row_tiles, 0, grid.splits - 1)
+    first_page, own_pages = bounds[split], pages[row]
+    end_page = jnp.minimum(bounds[split + 1], own_pages)
+    tail = jnp.where(end_page == own_pages, tokens[row] - (own_pages - 1) * PAGE_SIZE, PAGE_SIZE)
+    limit = rows.first[row] - first_page * PAGE_SIZE
+    fields = (row, within % row_tiles, split, first_page, end_page - first_page, limit, tail, jnp.zeros_like(row))
+    of_rows = (rows.count, rows.start, splits, jnp.zeros_like(splits))
+    return Plan(jnp.stack(fields, axis=1), ends[-1:], jnp.stack(of_rows, axis=1).astype(jnp.int32))
+
+
+def padded_queries(query: Array, rows: Rows, tiles: MlaTiles, max_tokens: int) -> jax.Array:
+    """Queries [N, H, L] of the packed tokens by row: [R, tiles, warpgroups, columns, L], anything behind a row's."""
+    heads, width = query.shape[1:]
+    if max_tokens == 1 and query.shape[0] == rows.count.shape[0]:
+        by_row = query
+    else:
+        token = jnp.minimum(rows.start[:, None] + jnp.arange(max_tokens), query.shape[0] - 1)
+        by_row = query[token]
+    by_row = by_row.reshape(rows.count.shape[0], max_tokens * heads, width)
+    by_row = jnp.pad(by_row, ((0, 0), (0, tiles.row_columns - max_tokens * heads), (0, 0)))
+    return by_row.reshape(-1, tiles.tiles, tiles.warpgroups, tiles.columns, width)
