@@ -12,7 +12,18 @@ from typing import Any, Literal
 from k3jax import attn_res, branches, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
-from k3jax.pallas import expert_ops, kda_decode, kda_ops, kda_prefill_op, kda_verify, moe_tail, router, slot_copy
+from k3jax.pallas import (
+    expert_ops,
+    kda_decode,
+    kda_ops,
+    kda_prefill_op,
+    kda_verify,
+    mla_decode,
+    mla_ops,
+    moe_tail,
+    router,
+    slot_copy,
+)
 
 Kernels = Literal["auto", "xla", "pallas"]
 MoeFinalize = Literal["deferred", "separate"]
@@ -22,6 +33,8 @@ KERNELS: dict[str, Callable] = {
     "kda_prefill": kda_ops.prefill,
     "kda_verify": kda_ops.verify,
     "kda_commit": kda_ops.commit,
+    "mla_decode": mla_ops.decode,
+    "mla_verify": mla_ops.verify,
     "depth_mix": attn_res_kernel.mix_and_norm,
     "route": router.route_live,
     "routed_experts": expert_ops.routed_expert_rows,
@@ -30,6 +43,8 @@ KERNELS: dict[str, Callable] = {
 # Kernels that are not to be chosen whatever they cover, and why.
 HELD_BACK = {
     "kda_prefill": "held back: wrong outputs on an H200, not the same ones twice, where a block prepares many tiles",
+    "mla_decode": "held back: has not run on a GPU",
+    "mla_verify": "held back: has not run on a GPU",
 }
 _KERNEL_REASONS = {
     "pallas": "asked for, and it covers model and device",
@@ -151,6 +166,8 @@ def _refusal(op: str, situation: Situation) -> str | None:
         return kda_decode.supported(config, *device)
     if op == "kda_prefill":
         return kda_prefill_op.supported(config, *device)
+    if op == "mla_decode":
+        return mla_decode.supported(config, *device, 1)
     if op == "depth_mix":
         num_snapshots = sum(config.is_snapshot(layer) for layer in range(config.num_hidden_layers))
         return attn_res_kernel.supported(config.hidden_size, num_snapshots, *device)
@@ -166,6 +183,8 @@ def _refusal(op: str, situation: Situation) -> str | None:
         return moe_tail.supported(config.routed_expert_hidden_size, *device)
     if situation.drafts is None:
         return "nothing is drafted"
+    if op == "mla_verify":
+        return mla_decode.supported(config, *device, 1 + situation.drafts)
     if situation.rollback != "replay":
         return "rollback is by snapshots, which have no kernel"
     return kda_verify.supported(config, *device, 1 + situation.drafts)

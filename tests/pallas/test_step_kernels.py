@@ -21,6 +21,8 @@ from tests.k3jax.golden_data import mini_config
 
 CONFIG = mini_config(
     kda_head_dim=128,
+    kv_lora_rank=128,
+    qk_rope_head_dim=64,
     hidden_size=256,
     routed_expert_hidden_size=512,
     moe_intermediate_size=128,
@@ -55,17 +57,22 @@ def test_a_kernel_that_is_held_back_does_not_run_whoever_asks(kernels):
     held_back = {op: choice.reason for op in dispatch.HELD_BACK for choice in choices if choice.op == op}
     assert set(held_back) == set(dispatch.HELD_BACK) and all("held back: " in reason for reason in held_back.values())
     assert backends(choices) == {op: "xla" if op in held_back else "pallas" for op in dispatch.KERNELS}
-    assert all(getattr(ops, op) is getattr(dispatch.Ops(), op) for op in held_back)
+    assert all(getattr(ops, op) is not dispatch.KERNELS[op] for op in held_back)
 
 
 @pytest.mark.usefixtures("nothing_held_back")
 @pytest.mark.parametrize(
     ("changes", "refused", "reason"),
     [
-        ({"drafts": None}, {"kda_verify", "kda_commit"}, "nothing is drafted"),
+        ({"drafts": None}, {"kda_verify", "kda_commit", "mla_verify"}, "nothing is drafted"),
         ({"config": dataclasses.replace(CONFIG, gate_lower_bound=-4.0)}, {"kda_prefill"}, "lower bound is -4.0"),
         ({"rollback": "snapshot"}, {"kda_verify", "kda_commit"}, "snapshots"),
-        ({"drafts": 16}, {"kda_verify", "kda_commit"}, "17 tokens"),
+        ({"drafts": 16}, {"kda_verify", "kda_commit", "mla_verify"}, "17 tokens"),
+        (
+            {"config": dataclasses.replace(CONFIG, kv_lora_rank=192)},
+            {"mla_decode", "mla_verify"},
+            "192 latent channels",
+        ),
         ({"expert_width": 64}, {"routed_experts", "finish_rows"}, "64, is no multiple"),
         ({"config": dataclasses.replace(CONFIG, num_experts=96)}, {"route"}, "96 experts"),
         ({"has_mxfp4_experts": False}, {"routed_experts", "finish_rows"}, "not in MXFP4"),
@@ -178,6 +185,7 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
         text = lowered.as_text()
         # Decode or verify, and convolution, preparation and scan of the chunks; the commit of all layers.
         in_mixers = len(CONFIG.kda_layers) * (4 if prefill_tokens else 1) + (1 if drafts else 0)
+        in_mixers += 2 * len(CONFIG.mla_layers)  # splits of the context, and bringing them together
         between = 2 * CONFIG.num_hidden_layers - 1  # in front of every feed-forward, and of every mixer but the first
         in_router = 2 * CONFIG.num_moe_layers
         in_experts = 4 * CONFIG.num_moe_layers  # rows placed, two products, the sum
