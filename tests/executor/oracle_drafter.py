@@ -42,9 +42,9 @@ def drafting_from(table: np.ndarray) -> Iterator[None]:
     """Steps that are traced inside take every row's drafts from the table."""
     real = draft_step._propose
 
-    def propose(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel):
-        rows = real(params, pools, rows, inputs, where, accepted, drafting, null_row, parallel)
-        at = jnp.minimum(rows.length[:, None] + 1 + jnp.arange(drafting.tokens), table.shape[1] - 1)
+    def propose(*arguments):
+        rows = real(*arguments)
+        at = jnp.minimum(rows.length[:, None] + 1 + jnp.arange(rows.drafts.tokens.shape[1]), table.shape[1] - 1)
         seed = jnp.minimum(rows.seed[:, :1].astype(jnp.int32), table.shape[0] - 1)
         return rows._replace(drafts=rows.drafts._replace(tokens=jnp.asarray(table)[seed, at]))
 
