@@ -106,6 +106,7 @@ def build_executor(
         program,
         max_step_tokens=sizes.max_step_tokens,
         max_model_len=sizes.max_model_len,
+        length_set_by=sizes.length_set_by,
         host_cache_bytes=config.host_cache_bytes,
         identity=state_identity(program, revision),
     )
@@ -161,6 +162,7 @@ def _choose_ops(
         drafts=drafting.tokens if drafting else None,
         rollback=drafting.rollback if drafting else "replay",
         expert_width=model_config.moe_intermediate_size // (1 if parallel.whole_experts else parallel.degree),
+        num_ranks=parallel.degree,
         has_mxfp4_experts="w13_packed" in tree["moe"],
         moe_finalize=cast(dispatch.MoeFinalize, config.moe_finalize or "deferred"),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from k3jax import cache, draft_state
 from k3jax.programs import StepProgram
-from serving.core.types import ExecutorLimits
+from serving.core.types import ExecutorLimits, LengthSetBy
 
 
 def limits_of(
@@ -12,6 +12,7 @@ def limits_of(
     *,
     max_step_tokens: int,
     max_model_len: int | None = None,
+    length_set_by: LengthSetBy = "setting",
     host_cache_bytes: int = 0,
     identity: str = "",
 ) -> ExecutorLimits:
@@ -25,6 +26,7 @@ def limits_of(
         page_size=cache.PAGE_SIZE,
         max_step_tokens=max_step_tokens,
         max_model_len=max_model_len or shape.pages_per_row * cache.PAGE_SIZE,
+        length_set_by=length_set_by,
         vocab_size=program.config.vocab_size,
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,

@@ -13,7 +13,7 @@ from typing import Any
 from k3jax.chat import ChatLiterals, ChatParser, ToolCallDelta, render_chat
 from k3jax.tokenizer import Tokenizer
 from serving.core.types import GenerationRequest, OutputDelta, SamplingParams, TokenLogprobs
-from serving.core.validation import refuse
+from serving.core.validation import length_limit, refuse
 from serving.engine import Engine, EngineBusy
 from serving.text.choices import AssembledMessage, ChatChoice, Choice, ChoiceUpdate, CompletionChoice
 
@@ -153,7 +153,7 @@ class LLM:
     ) -> GenerationRequest:
         limits = self.engine.limits
         own_stops = () if self.tokenizer is None else (self.tokenizer.end_of_message_id,)
-        room = min(limits.max_model_len - len(ids), (limits.num_pages - 1) * limits.page_size - len(ids) + 1)
+        room = length_limit(limits).most - len(ids)
         request = GenerationRequest(
             request_id=f"offline-{uuid.uuid4().hex}",
             prompt_token_ids=ids,

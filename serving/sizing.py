@@ -12,6 +12,7 @@ from k3jax.draft_state import Drafting
 from k3jax.mla_serving import BLOCK_PAGES
 from k3jax.sharding.collectives import Parallel
 from serving.config import ConfigError, ServeConfig
+from serving.core.types import LengthSetBy
 
 CPU_POOL_BYTES = 2**30  # pages on a CPU unless pinned: enough to try things, small enough for a laptop
 MEMORY_FRACTION = 0.9  # of a GPU, for everything, unless --memory-fraction says
@@ -26,6 +27,7 @@ class Sizes:
     cache_shape: CacheShape
     max_step_tokens: int
     max_model_len: int
+    length_set_by: LengthSetBy = "setting"  # what `max_model_len` comes from
     page_size: int = PAGE_SIZE
 
     def describe(self) -> str:
@@ -80,11 +82,14 @@ def plan_sizes(
             f"{page_bytes} bytes, {max(pages - 1, 0)} fit. "
             "Lower --max-model-len or --max-num-seqs, or raise --num-pages."
         )
-    longest = min(longest, fits)
+    set_by: LengthSetBy = "model" if longest == model_config.max_position_embeddings else "setting"
+    if fits < longest:
+        longest, set_by = fits, "pages"
     return Sizes(
         cache_shape=CacheShape(num_rows=rows, num_pages=pages, num_slots=slots, pages_per_row=_table_width(longest)),
         max_step_tokens=step_tokens,
         max_model_len=longest,
+        length_set_by=set_by,
     )
 
 

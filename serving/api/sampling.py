@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from serving.api.errors import invalid
 from serving.api.wire import SamplingBody
 from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams
-from serving.core.validation import refuse
+from serving.core.validation import length_limit, refuse
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 1024
@@ -106,34 +106,33 @@ def completion_budget(
     requested: int | None, num_prompt_tokens: int, limits: ExecutorLimits, *, param: str, prompt_param: str
 ) -> int:
     """Return how many tokens may be generated: what was asked for if it fits, what fits when nothing was asked for."""
-    room = limits.max_model_len - num_prompt_tokens
+    limit = length_limit(limits)
+    room = limit.most - num_prompt_tokens
     if num_prompt_tokens == 0:
         raise invalid(prompt_param, f"{prompt_param} is empty. Send at least one token.")
     if room < 1:
         raise invalid(
             prompt_param,
-            f"{prompt_param} is too long: it has {num_prompt_tokens} tokens and the limit for prompt and completion is "
-            f"{limits.max_model_len} (--max-model-len). Send at most {limits.max_model_len - 1} tokens.",
+            f"{prompt_param} is too long: it has {num_prompt_tokens} tokens and {limit.reason}, completion included. "
+            f"Send at most {limit.most - 1}{limit.fix}.",
             "context_length_exceeded",
         )
     if requested is None:
-        # The last token is returned, never written, so it needs no cache position.
-        capacity = (limits.num_pages - 1) * limits.page_size
-        return max(1, min(room, capacity - num_prompt_tokens + 1))
+        return room
     if requested < 1:
         raise invalid(param, f"{param}={requested} is out of range. Use 1 or more.")
     if requested > room:
         raise invalid(
             param,
-            f"{param}={requested} does not fit: the prompt has {num_prompt_tokens} tokens and the limit for prompt and "
-            f"completion is {limits.max_model_len} (--max-model-len). Ask for at most {room}.",
+            f"{param}={requested} does not fit: the prompt has {num_prompt_tokens} tokens and {limit.reason}. "
+            f"Ask for at most {room}{limit.fix}.",
             "context_length_exceeded",
         )
     return requested
 
 
 def check_fits(request: GenerationRequest, limits: ExecutorLimits, *, param: str, prompt_param: str) -> None:
-    """Refuse what the scheduler would refuse: above all a request that needs more pages than the pool has."""
+    """Refuse what the scheduler would refuse."""
     refusal = refuse(request, limits)
     if refusal is not None:
         # The scheduler knows the fields by one name, clients by the one they sent.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+LengthSetBy = Literal["setting", "model", "pages"]
 
 
 class FinishReason(enum.StrEnum):
@@ -271,6 +273,7 @@ class ExecutorLimits:
     page_size: int  # tokens
     max_step_tokens: int  # decode tokens + prefill tokens of one step
     max_model_len: int  # prompt + completion
+    length_set_by: LengthSetBy = "setting"  # what `max_model_len` comes from: a flag, the model's limit, or the pages
     vocab_size: int
     max_logit_bias: int = 300  # entries per request
     max_logprobs: int = 20  # best tokens per position

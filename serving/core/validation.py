@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams
 
@@ -14,6 +15,27 @@ class Refusal:
 
     param: str
     message: str
+
+
+class LengthLimit(NamedTuple):
+    """The most tokens that prompt and completion may have together, and what limits them."""
+
+    most: int
+    reason: str
+    fix: str  # how to have more, behind "Ask for at most 7"; may be empty
+
+
+def length_limit(limits: ExecutorLimits) -> LengthLimit:
+    """What really limits a request: `max_model_len`, or pages that hold less."""
+    num_pages = limits.num_pages - 1
+    fits = num_pages * limits.page_size + 1  # the last token is returned, never written
+    if limits.length_set_by == "pages" or fits < limits.max_model_len:
+        reason = f"the cache has {num_pages} pages of {limits.page_size} (--num-pages), which hold {fits - 1}"
+        fix = ", or start the server with more --num-pages"
+        return LengthLimit(min(fits, limits.max_model_len), reason, fix)
+    if limits.length_set_by == "model":
+        return LengthLimit(limits.max_model_len, f"the model reads at most {limits.max_model_len}", "")
+    return LengthLimit(limits.max_model_len, f"--max-model-len is {limits.max_model_len}", "")
 
 
 def num_positions_needed(request: GenerationRequest) -> int:
@@ -27,27 +49,27 @@ def refuse(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None
         _refuse_length(request, limits)
         or _refuse_ids(request, limits)
         or _refuse_sampling(request.sampling, limits)
-        or _refuse_pages(request, limits)
+        or _refuse_slots(limits)
     )
 
 
 def _refuse_length(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
-    num_prompt, longest = len(request.prompt_token_ids), limits.max_model_len
+    num_prompt, limit = len(request.prompt_token_ids), length_limit(limits)
     if num_prompt == 0:
         return Refusal(param="prompt", message="The prompt is empty. Send at least one token.")
-    if num_prompt >= longest:
+    if num_prompt >= limit.most:
         return Refusal(
             param="prompt",
-            message=f"The prompt is {num_prompt} tokens and --max-model-len is {longest}, completion included. "
-            f"Send at most {longest - 1}.",
+            message=f"The prompt is {num_prompt} tokens and {limit.reason}, completion included. "
+            f"Send at most {limit.most - 1}{limit.fix}.",
         )
     if request.max_tokens < 1:
         return Refusal(param="max_tokens", message=f"max_tokens={request.max_tokens} is below 1. Ask for at least 1.")
-    if num_prompt + request.max_tokens > longest:
+    if num_prompt + request.max_tokens > limit.most:
         return Refusal(
             param="max_tokens",
             message=f"max_tokens={request.max_tokens} does not fit: the prompt is {num_prompt} tokens and "
-            f"--max-model-len is {longest}. Ask for at most {longest - num_prompt}.",
+            f"{limit.reason}. Ask for at most {limit.most - num_prompt}{limit.fix}.",
         )
     return None
 
@@ -97,14 +119,9 @@ def _refuse_sampling(sampling: SamplingParams, limits: ExecutorLimits) -> Refusa
     return None
 
 
-def _refuse_pages(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
-    capacity = (limits.num_pages - 1) * limits.page_size
-    needed = num_positions_needed(request)
-    if needed > capacity:
-        return Refusal(
-            param="max_tokens",
-            message=f"The request needs {needed} cache positions (prompt {len(request.prompt_token_ids)}, "
-            f"max_tokens {request.max_tokens}) and the cache holds {capacity}. "
-            "Ask for fewer tokens or start the server with more --num-pages.",
-        )
+def _refuse_slots(limits: ExecutorLimits) -> Refusal | None:
+    num_slots = limits.num_slots - 1
+    if num_slots < 1:
+        message = f"A request needs 1 state slot and there are {num_slots}. Start the server with more --num-slots."
+        return Refusal(param="prompt", message=message)
     return None

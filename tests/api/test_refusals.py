@@ -257,8 +257,9 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(num_prompt: int
 def test_a_request_beyond_the_whole_cache_is_refused():
     with serve(limits=dataclasses.replace(LIMITS, num_pages=3)) as served:
         error = assert_refused(served, served.complete(prompt=[1] * 100, max_tokens=100), "max_tokens")
-        assert "needs 199 cache positions" in error["message"]
-        assert "the cache holds 128." in error["message"]
+        assert "has 100 tokens and the cache has 2 pages of 64 (--num-pages), which hold 128." in error["message"]
+        assert error["message"].endswith("Ask for at most 29, or start the server with more --num-pages.")
+        assert error["code"] == "context_length_exceeded"
         answer = served.complete(prompt=[1] * 100, ignore_eos=True).json()
         assert answer["usage"]["completion_tokens"] == 29  # 128 positions; the last token needs none
 

@@ -170,7 +170,7 @@ def test_a_request_that_can_never_fit_is_refused_alone():
     loop, ledger = _loop(executor), Ledger()
     ledger.take(loop.add(request("good")))
     ledger.take(loop.add(request("huge", 30, 20)))
-    assert "cache positions" in (ledger.last["huge"].error or "")
+    assert "3 pages" in (ledger.last["huge"].error or "")
     run_to_end(loop, ledger)
     assert ledger.tokens["good"] == expected_tokens(request("good"))
 

@@ -43,9 +43,42 @@ def test_a_request_that_needs_more_pages_than_the_pool_is_refused():
     assert refuse(_sized(20, 5), device) is None  # 24 positions are written, the 25th token is not
     refusal = refuse(_sized(20, 6), device)
     assert refusal is not None
-    assert "needs 25 cache positions" in refusal.message
-    assert "the cache holds 24." in refusal.message
-    assert "--num-pages" in refusal.message
+    assert refusal.param == "max_tokens"
+    assert "the prompt is 20 tokens and the cache has 3 pages of 8 (--num-pages), which hold 24." in refusal.message
+    assert refusal.message.endswith("Ask for at most 5, or start the server with more --num-pages.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "most"),
+    [
+        ({"max_model_len": 32}, "--max-model-len is 32", 31),
+        ({"max_model_len": 32, "length_set_by": "model"}, "the model reads at most 32", 31),
+        # Where the pages hold less than the length that was set, and where the length was set to what they hold.
+        ({"num_pages": 4}, "the cache has 3 pages of 8 (--num-pages), which hold 24", 24),
+        ({"num_pages": 4, "max_model_len": 25}, "--max-model-len is 25", 24),
+        (
+            {"num_pages": 4, "max_model_len": 24, "length_set_by": "pages"},
+            "the cache has 3 pages of 8 (--num-pages)",
+            23,
+        ),
+    ],
+)
+def test_a_prompt_that_can_never_fit_is_told_what_limits_it_and_both_numbers(changes, limit, most):
+    device = limits(**changes)
+    assert refuse(_sized(most, 1), device) is None
+    refusal = refuse(_sized(most + 1, 1), device)
+    assert refusal is not None
+    assert refusal.param == "prompt"
+    assert refusal.message.startswith(f"The prompt is {most + 1} tokens and {limit}")
+    assert f"Send at most {most}" in refusal.message
+    assert ("--num-pages" in refusal.message) == ("pages" in limit)
+    assert ("--max-model-len" in refusal.message) == ("--max-model-len" in limit)
+
+
+def test_without_a_slot_every_request_is_refused_instead_of_waiting_for_ever():
+    refusal = refuse(_sized(1, 1), limits(num_slots=1))
+    assert refusal is not None
+    assert "needs 1 state slot and there are 0" in refusal.message and "more --num-slots" in refusal.message
 
 
 @pytest.mark.parametrize(

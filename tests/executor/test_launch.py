@@ -14,6 +14,8 @@ import pytest
 from k3jax import params
 from serving import launch
 from serving.config import ConfigError, ServeConfig
+from serving.core.types import GenerationRequest
+from serving.core.validation import refuse
 from serving.fake_executor import FakeExecutor
 from serving.run import main
 from tests.executor.device import CONFIG
@@ -90,6 +92,22 @@ def test_sizes_reach_pools_and_limits(monkeypatch, folder):
     assert (limits.num_rows, limits.max_step_tokens, limits.max_model_len) == (3, 96, 300)
     assert (limits.num_pages, limits.num_slots) == (shape.num_pages, shape.num_slots) == (12, 3)
     assert limits.vocab_size == CONFIG.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ({"num_pages": 3}, "the cache has 2 pages of 64 (--num-pages), which hold 128"),
+        ({"num_pages": 3, "max_model_len": 100}, "--max-model-len is 100"),
+        ({}, f"the model reads at most {CONFIG.max_position_embeddings}"),
+    ],
+)
+def test_a_prompt_that_never_fits_is_told_which_flag_limits_it(monkeypatch, folder, flags, limit):
+    """Also where the pool is so small that it sets the longest sequence."""
+    limits = build(monkeypatch, folder, **flags).limits
+    longest = GenerationRequest(request_id="r", prompt_token_ids=(1,) * limits.max_model_len, max_tokens=1)
+    refusal = refuse(longest, limits)
+    assert refusal is not None and f"The prompt is {limits.max_model_len} tokens and {limit}" in refusal.message
 
 
 def test_a_host_cache_brings_a_store_and_its_identity_says_what_the_weights_are(monkeypatch, folder, tmp_path):

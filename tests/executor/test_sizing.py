@@ -70,9 +70,12 @@ def test_no_more_pages_are_made_than_all_rows_can_use():
 
 def test_the_model_length_shrinks_to_the_pages_unless_it_was_asked_for():
     assert sizes(num_pages=9).max_model_len == 512
+    assert sizes(num_pages=9).length_set_by == "pages"
     with pytest.raises(ConfigError, match="not enough memory for one request: 513 tokens need 9 pages"):
         sizes(num_pages=9, max_model_len=513)
     assert sizes(num_pages=9, max_model_len=512).max_model_len == 512
+    assert sizes(num_pages=9, max_model_len=512).length_set_by == "setting"
+    assert sizes(num_pages=65).length_set_by == "model"  # 4096 tokens, all that the model reads
 
 
 def test_a_full_device_is_refused():
