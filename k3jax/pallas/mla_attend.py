@@ -97,10 +97,9 @@ class _Block:
         self.num_units = lax.div(left + shape.blocks - 1, jnp.int32(shape.blocks))
 
     def look_up(self, turn) -> tuple:
-        """Fields of this block's unit `turn`; of its last one beyond."""
-        unit = self.block + jnp.clip(turn, 0, jnp.maximum(self.num_units - 1, 0)) * self.shape.blocks
-        unit = jnp.minimum(unit, self.units.shape[0] - 1)
-        return tuple(self.units[unit, field] for field in range(len(UNIT_FIELDS) - 1))
+        """Fields of this block's unit `turn`; of some other beyond the last."""
+        unit = jnp.minimum(self.block + turn * self.shape.blocks, self.units.shape[0] - 1)
+        return tuple(self.units[unit, field] for field in range(len(UNIT_FIELDS)))
 
     def page_id(self, row, page):
         return self.table[row, jnp.minimum(page, self.table.shape[1] - 1)]
@@ -112,7 +111,7 @@ class _Block:
 
         def fetch_unit(turn, carry):
             found, fetched = carry
-            row, tile, _split, first_page, num_pages, _limit, tail = found
+            row, tile, _split, first_page, num_pages, _limit, tail, page = found
             following = self.look_up(turn + 1)
 
             def fetch_page(index, page):
@@ -147,7 +146,7 @@ class _Block:
 
                 return following_page
 
-            lax.fori_loop(0, num_pages, fetch_page, self.page_id(row, first_page))
+            lax.fori_loop(0, num_pages, fetch_page, page)
             return following, fetched + num_pages
 
         _, fetched = lax.fori_loop(0, self.num_units, fetch_unit, (self.look_up(0), jnp.int32(0)))
@@ -186,7 +185,7 @@ class _Block:
 
         def attend(turn, carry):
             found, fetched = carry
-            row, tile, split, _first_page, num_pages, limit, _tail = found
+            row, tile, split, _first_page, num_pages, limit, _tail, _page = found
             following = self.look_up(turn + 1)
             first_column = tile * shape.tiles.block_columns + own * columns
 

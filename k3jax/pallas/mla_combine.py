@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.pallas.mla_attend import AttendShape
 
-_AT_ONCE = 8  # splits whose loads are under way together
+_AT_ONCE = 8  # splits of a warpgroup whose loads are under way together
+_FEW_SPLITS = 32  # that one warpgroup takes
 
 
 @functools.cache
@@ -27,19 +28,19 @@ def combine_kernel(shape: AttendShape, max_tokens: int, num_tokens: int, clears:
     Only rows of live queries are written; with `clears` zeros for the others, whose places are then their row's.
     """
     heads, rank, columns = shape.heads, shape.rank, shape.tiles.block_columns
+    warpgroups = 1 if shape.grid.splits <= _FEW_SPLITS else 4
+    by_channel = plgpu.Layout.WG_STRIDED((rank,), rank // 128)
+    by_split = plgpu.Layout.WG_STRIDED((shape.padded_splits,), 1)
 
-    def body(rows, partial, statistics, out, weights):
-        row, query = lax.axis_index("row"), lax.axis_index("query")
+    def body(rows, partial, statistics, out, weights, sums, weighed, summed):
+        row, query, warpgroup = (lax.axis_index(name) for name in ("row", "query", "warpgroup"))
         count, start, splits = rows[row, 0], rows[row, 1], rows[row, 2]
         tile = lax.div(query, jnp.int32(columns))
         column = query - tile * columns
         target = out.at[start * heads + query]
 
-        @pl.when(query < count * heads)
-        def _():
-            split = plgpu.broadcasted_iota(
-                jnp.int32, (shape.padded_splits,), 0, layout=plgpu.Layout.WG_STRIDED((shape.padded_splits,), 1)
-            )
+        def weigh():  # one warpgroup: Mosaic has one scratch area for sums over warps
+            split = plgpu.broadcasted_iota(jnp.int32, (shape.padded_splits,), 0, layout=by_split)
             top, mass = (statistics[row, tile, kind, column] for kind in range(2))
             top = jnp.where(split < splits, top, -jnp.inf)
             share = jnp.exp2(top - jnp.max(top))
@@ -47,31 +48,69 @@ def combine_kernel(shape: AttendShape, max_tokens: int, num_tokens: int, clears:
             weights[...] = jnp.where(split < splits, share, 0.0) / mass
             plgpu.commit_smem()
 
-            def add(step, total):
-                for offset in range(_AT_ONCE):
-                    own = jnp.minimum(step * _AT_ONCE + offset, splits - 1)
-                    weight = jnp.where(step * _AT_ONCE + offset < splits, weights[own], 0.0)
-                    total += weight * partial[row, tile, own, column]
-                return total
+        def add(step, total):
+            for offset in range(_AT_ONCE):
+                split = (step * _AT_ONCE + offset) * warpgroups + warpgroup
+                own = jnp.minimum(split, splits - 1)
+                total += jnp.where(split < splits, weights[own], 0.0) * partial[row, tile, own, column]
+            return total
 
-            zero = plgpu.layout_cast(jnp.zeros(rank, jnp.float32), plgpu.Layout.WG_STRIDED((rank,), rank // 128))
-            steps = lax.div(splits + _AT_ONCE - 1, jnp.int32(_AT_ONCE))
-            target[...] = lax.fori_loop(0, steps, add, zero).astype(jnp.bfloat16)
+        def add_all():
+            turn = _AT_ONCE * warpgroups
+            zero = plgpu.layout_cast(jnp.zeros(rank, jnp.float32), by_channel)
+            return lax.fori_loop(0, lax.div(splits + turn - 1, jnp.int32(turn)), add, zero)
+
+        def finish(total):
+            target[...] = total.astype(jnp.bfloat16)
+
+        @pl.when(query < count * heads)
+        def _():
+            if warpgroups == 1:
+                weigh()
+                finish(add_all())
+                return
+
+            @pl.when(warpgroup == 0)
+            def _():
+                weigh()
+                plgpu.barrier_arrive(weighed)
+
+            plgpu.barrier_wait(weighed)
+            total = add_all()
+
+            @pl.when(warpgroup > 0)
+            def _():
+                sums.at[warpgroup - 1][...] = total
+                plgpu.barrier_arrive(summed)
+
+            @pl.when(warpgroup == 0)
+            def _():
+                plgpu.barrier_wait(summed)
+                whole = total
+                for other in range(warpgroups - 1):
+                    whole += plgpu.load(sums.at[other], layout=by_channel)
+                finish(whole)
 
         if clears:
 
-            @pl.when(query >= count * heads)
+            @pl.when((query >= count * heads) & (warpgroup == 0))
             def _():
-                target[...] = plgpu.layout_cast(
-                    jnp.zeros(rank, jnp.bfloat16), plgpu.Layout.WG_STRIDED((rank,), rank // 128)
-                )
+                target[...] = plgpu.layout_cast(jnp.zeros(rank, jnp.bfloat16), by_channel)
 
+    others = max(1, warpgroups - 1)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_tokens * heads, rank), jnp.bfloat16),
         grid=(shape.rows, max_tokens * heads),
         grid_names=("row", "query"),
-        scratch_types={"weights": plgpu.SMEM((shape.padded_splits,), jnp.float32)},
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types={
+            "weights": plgpu.SMEM((shape.padded_splits,), jnp.float32),
+            "sums": plgpu.SMEM((others, rank), jnp.float32),
+            "weighed": plgpu.Barrier(),
+            "summed": plgpu.Barrier(num_arrivals=others),
+        },
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

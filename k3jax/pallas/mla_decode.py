@@ -64,7 +64,7 @@ def attend_paged(
         grid=grid,
         blocks=blocks,
     )
-    plan = make_plan(rows, num_heads, tiles, grid)
+    plan = make_plan(rows, page_table, num_heads, tiles, grid)
     by_row = padded_queries(query, rows, tiles, max_tokens)
     pages = pool.reshape(-1, PAGE_SIZE, pool.shape[-1])
     first_page = jnp.array([layer * pool.shape[1]], jnp.int32)

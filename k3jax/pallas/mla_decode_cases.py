@@ -66,6 +66,9 @@ CASES = (
         tiles=MlaTiles(columns=16, warpgroups=2, tiles=1),
         blocks=1,
     ),
+    MlaCase(  # so many that several warpgroups bring them together
+        name="a split for every page", rows=((2500, 2),), max_tokens=2, pages=40, bounds=tuple(range(41)), blocks=3
+    ),
 )
 
 

@@ -21,6 +21,7 @@ from k3jax.cache import PAGE_SIZE, Leaf
 MAX_COLUMNS = 32  # queries of a warpgroup: sums of 512 channels take four registers each
 WARPGROUPS = 2  # of a block at most, besides the one that fetches
 PARTIAL_BYTES = 512e6  # that partial results of a step may take
+_FINE_PAGES = 128  # 8,192 tokens
 _COLUMN_MULTIPLE = 8  # what wgmma multiplies at least
 
 
@@ -72,29 +73,32 @@ class SplitGrid:
 
 
 @functools.cache
-def grid_for(rows: int, pages: int, tiles: MlaTiles, rank: int, fine: int | None = None) -> SplitGrid:
-    """Splits for a bucket of `rows` rows of up to `pages` pages, at most as many as `PARTIAL_BYTES` have room for.
+def grid_for(rows: int, pages: int, tiles: MlaTiles, rank: int, finest: int | None = None) -> SplitGrid:
+    """Splits for a bucket of `rows` rows of up to `pages` pages; `finest` pages in the first, if it is given.
 
-    Few rows are divided finely: into `fine` splits in the first 128 pages, half as many whenever a row doubles.
+    Many queries leave large partial results and take long for a page: their splits are coarser. They are coarser still
+    where `PARTIAL_BYTES` have no room for them.
     """
     bytes_a_split = rows * tiles.row_columns * rank * 4
     room = max(4, int(PARTIAL_BYTES // bytes_a_split))
-    fine = fine or next(n for limit, n in ((8, 64), (16, 32), (64, 16), (1 << 30, 8)) if rows <= limit)
+    is_wide = tiles.row_columns > MAX_COLUMNS
+    finest = finest or next(size for limit, size in ((8, 2), (32, 4), (1 << 30, 8)) if rows <= limit) * (
+        2 if is_wide else 1
+    )
     while True:
-        grid = _grid(fine, 128 // fine, pages)
-        if grid.splits <= room or fine <= 2:
+        grid = _grid(finest, pages)
+        if grid.splits <= room or finest >= pages:
             return grid
-        fine //= 2
+        finest *= 2
 
 
-def _grid(fine: int, size: int, pages: int) -> SplitGrid:
-    """`fine` splits of `size` pages, then half as many of twice the size, again and again."""
-    bounds, count = [0], fine
+def _grid(finest: int, pages: int) -> SplitGrid:
+    """Splits of `finest` pages in the first `_FINE_PAGES`, of twice as many up to four times as far, and so on."""
+    bounds, size, reach = [0], finest, _FINE_PAGES
     while bounds[-1] < pages:
-        for _ in range(count):
-            if bounds[-1] < pages:
-                bounds.append(min(bounds[-1] + size, pages))
-        count, size = max(1, fine // 2), 2 * size
+        if bounds[-1] >= reach:
+            size, reach = 2 * size, (4 if reach == _FINE_PAGES else 2) * reach
+        bounds.append(min(bounds[-1] + size, pages))
     return SplitGrid(tuple(bounds))
 
 
@@ -122,11 +126,11 @@ UNIT_FIELDS = (
     "num_pages",
     "limit",  # last position that the row's first token sees, from the split's first position on
     "tail",  # tokens of the last page that there are
-    "unused",
+    "page",  # the first one
 )
 
 
-def make_plan(rows: Rows, heads: int, tiles: MlaTiles, grid: SplitGrid) -> Plan:
+def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaTiles, grid: SplitGrid) -> Plan:
     """The units of a step, those of a row's last splits first: they are the longest."""
     num_rows = rows.count.shape[0]
     bounds = jnp.array(grid.bounds, jnp.int32)
@@ -144,7 +148,8 @@ def make_plan(rows: Rows, heads: int, tiles: MlaTiles, grid: SplitGrid) -> Plan:
     end_page = jnp.minimum(bounds[split + 1], own_pages)
     tail = jnp.where(end_page == own_pages, tokens[row] - (own_pages - 1) * PAGE_SIZE, PAGE_SIZE)
     limit = rows.first[row] - first_page * PAGE_SIZE
-    fields = (row, within % row_tiles, split, first_page, end_page - first_page, limit, tail, jnp.zeros_like(row))
+    page = page_table[row, jnp.minimum(first_page, page_table.shape[1] - 1)]
+    fields = (row, within % row_tiles, split, first_page, end_page - first_page, limit, tail, page)
     of_rows = (rows.count, rows.start, splits, jnp.zeros_like(splits))
     return Plan(jnp.stack(fields, axis=1), ends[-1:], jnp.stack(of_rows, axis=1).astype(jnp.int32))
 

@@ -1,7 +1,7 @@
 """Time MLA attention of decode and verify rows at K3's shapes on a GPU: one JSON line per batch, context and queries.
 
 Cold: the calls of a graph rotate over layers of a pool larger than the L2 cache. `attend_us` and `combine_us` are the
-two kernels alone, `launch_us` both with every row dead. `--fine` times other grids of splits. The floor reads every
+two kernels alone, `launch_us` both with every row dead. `--finest` times other grids of splits. The floor reads every
 latent once.
 
 `--ops` times the whole ops of the step instead, kernels and XLA, with the products around the attention: calls over all
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--context", type=whole(1), nargs="*", default=[8192, 32768])
     parser.add_argument("--queries", type=whole(1, 16), nargs="*", default=[1, 9], help="tokens of a row")
     parser.add_argument("--heads", type=whole(1), default=12)
-    parser.add_argument("--fine", type=whole(1, 128), nargs="*", help="splits in the first 8K tokens, powers of two")
+    parser.add_argument("--finest", type=whole(1, 128), nargs="*", help="pages of a row's first splits")
     parser.add_argument("--ops", action="store_true", help="time the ops of the step instead, kernels and XLA")
     args = parser.parse_args()
     for queries in args.queries:
@@ -68,9 +68,9 @@ def main() -> None:
                             row | {"backend": name}, functools.partial(measure_op, *shapes, uses_kernels=name != "xla")
                         )
                     continue
-                for fine in args.fine or [None]:
-                    chosen = {} if fine is None else {"fine": fine}
-                    emit(row | chosen, functools.partial(measure, *shapes, fine))
+                for finest in args.finest or [None]:
+                    chosen = {} if finest is None else {"finest": finest}
+                    emit(row | chosen, functools.partial(measure, *shapes, finest))
 
 
 def emit(row: dict, measure) -> None:
@@ -90,7 +90,7 @@ def bucket(batch: int) -> int:
     return next((size for size in BUCKETS if batch <= size), batch)
 
 
-def measure(batch: int, context: int, heads: int, queries: int, fine: int | None) -> dict:
+def measure(batch: int, context: int, heads: int, queries: int, finest: int | None) -> dict:
     """Microseconds of both kernels in a graph."""
     import torch  # pyright: ignore[reportMissingImports]
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -98,7 +98,7 @@ def measure(batch: int, context: int, heads: int, queries: int, fine: int | None
     rows, own_pages = bucket(batch), math.ceil(context / PAGE_SIZE)
     table_pages = max(TABLE_PAGES, own_pages)
     tiles = mla_plan.tiles_for(heads * queries)
-    grid = mla_plan.grid_for(rows, table_pages, tiles, RANK, fine)
+    grid = mla_plan.grid_for(rows, table_pages, tiles, RANK, finest)
     shape = AttendShape(rows=rows, heads=heads, rank=RANK, width=WIDTH, scale=SCALE, tiles=tiles, grid=grid)
     layers = cold_calls(batch * context * WIDTH * 2, 24)
     pages = 1 + batch * own_pages
@@ -116,9 +116,9 @@ def measure(batch: int, context: int, heads: int, queries: int, fine: int | None
         count = np.where(np.arange(rows) < live, queries, 0).astype(np.int32)
         first = np.full(rows, context - queries, np.int32)
         start = np.arange(rows, dtype=np.int32) if queries == 1 else np.cumsum(count) - count
-        plan = jax.jit(mla_plan.make_plan, static_argnums=(1, 2, 3))(
-            mla_plan.Rows(*(jnp.asarray(x, jnp.int32) for x in (first, count, start))), heads, tiles, grid
-        )
+        places = mla_plan.Rows(*(jnp.asarray(x, jnp.int32) for x in (first, count, start)))
+        make = jax.jit(mla_plan.make_plan, static_argnums=(2, 3, 4))
+        plan = make(places, jnp.asarray(table), heads, tiles, grid)
         return mla_plan.Plan(*(on_gpu(x) for x in plan))
 
     def both(plan, layer):

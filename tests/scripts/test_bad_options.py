@@ -54,7 +54,7 @@ OPTIONS = {  # script: option, values that it must refuse
         "--context": WHOLE,
         "--queries": (*WHOLE, "17"),
         "--heads": WHOLE,
-        "--fine": (*WHOLE, "129"),
+        "--finest": (*WHOLE, "129"),
     },
     "bench/moe_tail.py": {"--tokens": WHOLE},
     "bench/router.py": {"--tokens": WHOLE},
