@@ -94,7 +94,7 @@ def step(
     rows = count_prompt(rows, inputs, where.tokens, where.cu_seqlens[-1], shape, parallel)
     writes = page_writes(rows, where.tokens)
     out = _run_layers(params, pools, rows, inputs, where, writes, config, drafting, shape, ops, parallel)
-    accepted = _accept(params, rows, inputs, where, out, extras, config, drafting, shape, parallel)
+    accepted = _accept(params, rows, inputs, where, out, extras, config, drafting, shape, ops, parallel)
     with jax.named_scope("commit"):
         pools, boundary = _commit_state(params, out.pools, rows, inputs, where, accepted, config, shape, ops)
         rows = _commit_rows(rows, inputs, where, accepted, null_row, parallel)
@@ -177,7 +177,9 @@ def _run_layers(params, pools, rows, inputs, where: VerifyGeometry, writes, conf
     )
 
 
-def _accept(params, rows: Rows, inputs, where: VerifyGeometry, out, extras, config, drafting, shape, parallel):
+def _accept(
+    params, rows: Rows, inputs, where: VerifyGeometry, out, extras, config, drafting, shape, ops: Ops, parallel
+):
     """Head over the rows that choose a token, and how many drafts hold."""
 
     def logits_of(tokens):
@@ -197,7 +199,8 @@ def _accept(params, rows: Rows, inputs, where: VerifyGeometry, out, extras, conf
         rows.drafts.tokens[at, : shape.drafts], rows.drafts.logits[at, : shape.drafts], where.num_drafts
     )
     with jax.named_scope("sample"):
-        return verify.accept(logits, drafted, controls, where.tokens.lane_samples, parallel, rule=drafting.rule)
+        lane_samples, rule = where.tokens.lane_samples, drafting.rule
+        return verify.accept(logits, drafted, controls, lane_samples, parallel, rule=rule, ops=ops.for_sampling)
 
 
 def _commit_state(

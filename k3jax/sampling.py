@@ -7,6 +7,7 @@ sort, no gathered vocabulary. Noise is a hash of (seed, position, token id) and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from k3jax import branches
 from k3jax.cache import PROMPT_BIT
 from k3jax.layers import wide, wide_dtype
 from k3jax.sharding.collectives import Parallel
@@ -57,34 +59,35 @@ def sample(
     live: Bool[Array, "R"],
     parallel: Parallel,
     *,
-    find_threshold: Callable | None = None,
+    ops: SamplingOps | None = None,
 ) -> Sampled:
-    """Choose one token per lane from this rank's share of the logits. Lanes do not interact, dead ones give token 0.
-
-    `find_threshold` has the signature of `keep_threshold`, which it replaces.
-    """
+    """Choose one token per lane from this rank's share of the logits. Lanes do not interact, dead ones give token 0."""
+    ops = ops or SamplingOps()
     raw = wide(logits)
     # An infinite logit has no distribution either. Counted, because a maximum over ranks may drop NaN.
     is_nan = parallel.psum(jnp.sum(~(raw < jnp.inf), axis=-1)) > 0
     first = parallel.index() * raw.shape[-1]
-    adjusted = adjust(jnp.where(is_nan[:, None], 0, raw), controls, first, parallel)
+    adjusted = adjust(jnp.where(is_nan[:, None], 0, raw), controls, first, ops)
     ids = first + jnp.arange(raw.shape[-1], dtype=jnp.int32)
 
     def stochastic():
         scaled = scale(adjusted, controls.temperature, parallel)
-        threshold = (find_threshold or keep_threshold)(scaled, controls, parallel)
+        threshold = ops.keep_threshold(scaled, controls, parallel)
         noisy = scaled + gumbel(controls.seed, controls.position, ids, adjusted.dtype)
         kept = jnp.where(scaled >= threshold[:, None], noisy, -jnp.inf)
         return jnp.where(controls.temperature[:, None] > 0, kept, adjusted)
 
-    final = lax.cond(jnp.any(live & (controls.temperature > 0)), stochastic, lambda: adjusted)
+    is_sampling = jnp.any(live & (controls.temperature > 0))
+    final = ops.when_sampling(is_sampling, stochastic, lambda: adjusted, num_bytes=raw.nbytes)
     token = jnp.where(live & ~is_nan, argmax(final, ids, parallel), 0)
-    return Sampled(token, is_nan & live, *logprobs(raw, token, ids, controls, live, parallel))
+    return Sampled(token, is_nan & live, *ops.logprobs(logits, token, ids, controls, live, parallel))
 
 
-def adjust(logits: Float[Array, "R X"], controls: Controls, first, parallel: Parallel) -> Float[Array, "R X"]:
+def adjust(
+    logits: Float[Array, "R X"], controls: Controls, first, ops: SamplingOps | None = None
+) -> Float[Array, "R X"]:
     """Repetition, frequency and presence penalties, then the bias list, then the allowed set."""
-    return allow(add_bias(penalise(logits, controls), controls, first), controls.allowed, first)
+    return allow(add_bias(penalise(logits, controls), controls, first, ops), controls.allowed, first)
 
 
 def penalise(logits: Float[Array, "R X"], controls: Controls) -> Float[Array, "R X"]:
@@ -99,7 +102,9 @@ def penalise(logits: Float[Array, "R X"], controls: Controls) -> Float[Array, "R
     return logits
 
 
-def add_bias(logits: Float[Array, "R X"], controls: Controls, first) -> Float[Array, "R X"]:
+def add_bias(
+    logits: Float[Array, "R X"], controls: Controls, first, ops: SamplingOps | None = None
+) -> Float[Array, "R X"]:
     """Add the bias lists to this rank's share of the vocabulary, which starts at token `first`."""
     dtype = logits.dtype
 
@@ -111,7 +116,8 @@ def add_bias(logits: Float[Array, "R X"], controls: Controls, first) -> Float[Ar
             controls.bias_values.astype(dtype), mode="drop"
         )
 
-    return lax.cond(jnp.any(controls.bias_ids >= 0), with_bias, lambda: logits)
+    when_wanted = (ops or SamplingOps()).when_wanted
+    return when_wanted(jnp.any(controls.bias_ids >= 0), with_bias, lambda: logits, num_bytes=logits.nbytes)
 
 
 def allow(logits: Float[Array, "R X"], allowed: UInt32[Array, "R words"], first) -> Float[Array, "R X"]:
@@ -197,8 +203,9 @@ def from_ordered(keys, dtype):
     return jnp.where(jnp.isnan(value), -jnp.inf, value)
 
 
-def logprobs(raw, token, ids, controls: Controls, live, parallel: Parallel):
+def logprobs(logits, token, ids, controls: Controls, live, parallel: Parallel):
     """Log-probabilities of the chosen and of the best tokens under the raw model distribution, if any lane asks."""
+    raw = wide(logits)
     local_count = min(MAX_LOGPROBS, raw.shape[-1])
     count = min(MAX_LOGPROBS, raw.shape[-1] * parallel.degree)
     rows = raw.shape[0]
@@ -217,6 +224,20 @@ def logprobs(raw, token, ids, controls: Controls, live, parallel: Parallel):
         return jnp.zeros(rows, raw.dtype), jnp.zeros((rows, count), jnp.int32), zeros
 
     return lax.cond(jnp.any(live & (controls.num_logprobs >= 0)), compute, nothing)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOps:
+    """What runs the parts of sampling that have several implementations."""
+
+    keep_threshold: Callable = keep_threshold
+    logprobs: Callable = logprobs
+    when_wanted: Callable = branches.by_condition
+
+    @property
+    def when_sampling(self) -> Callable:
+        """Of what sampling rows alone need: a search by passes over all logits is behind a condition in any case."""
+        return branches.by_condition if self.keep_threshold is keep_threshold else self.when_wanted
 
 
 def gumbel(seed: Array, position: Int[Array, "R"], ids: Int[Array, "X"], dtype) -> Float[Array, "R X"]:

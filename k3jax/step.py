@@ -68,7 +68,7 @@ def step(
     token_ids = lane_tokens(rows, inputs, shape)
     rows = count_prompt(rows, inputs, where, shape.rows, shape, parallel)
     hidden, pools = run_layers(params, pools, rows, inputs, where, token_ids, config, shape, ops, parallel, mixed_batch)
-    sampled = choose(params, rows, inputs, where, hidden, extras, parallel)
+    sampled = choose(params, rows, inputs, where, hidden, extras, ops, parallel)
     return pools, commit(rows, inputs, where, sampled, null_row, parallel), StepOutputs(*sampled)
 
 
@@ -232,12 +232,14 @@ def mix_layer(
     return out, pools._replace(mla=pool)
 
 
-def choose(params, rows: Rows, inputs: StepInputs, where: Geometry, hidden, extras: StepExtras, parallel: Parallel):
+def choose(
+    params, rows: Rows, inputs: StepInputs, where: Geometry, hidden, extras: StepExtras, ops: Ops, parallel: Parallel
+):
     """Head and sampling for the lanes that finish a decode step or a prompt."""
     logits = model.head(params, hidden)
     controls = controls_of(rows, inputs, where, extras)
     with jax.named_scope("sample"):
-        return sampling.sample(logits, controls, where.lane_samples, parallel)
+        return sampling.sample(logits, controls, where.lane_samples, parallel, ops=ops.for_sampling)
 
 
 def controls_of(rows: Rows, inputs: StepInputs, where: Geometry, extras: StepExtras) -> sampling.Controls:

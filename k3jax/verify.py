@@ -23,13 +23,12 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax import branches, sampling
 from k3jax.cache import Leaf
 from k3jax.layers import wide
-from k3jax.sampling import Controls
+from k3jax.sampling import Controls, SamplingOps
 from k3jax.sharding.collectives import Parallel
 
 Rule = Literal["standard", "block"]
@@ -66,6 +65,7 @@ def accept(
     parallel: Parallel,
     *,
     rule: Rule = "standard",
+    ops: SamplingOps | None = None,
 ) -> Accepted:
     """Verify every row's drafts against this rank's share of the target's logits, T = 1 + K. Rows do not interact.
 
@@ -76,6 +76,7 @@ def accept(
 
     Raises `ValueError` for an unknown rule and for a number of target rows other than 1 + K.
     """
+    ops = ops or SamplingOps()
     if rule not in ("standard", "block"):
         raise ValueError(f"rule={rule!r} must be 'standard' or 'block'")
     _, num_targets, width = logits.shape
@@ -85,7 +86,7 @@ def accept(
             f"{num_targets} target rows do not fit {num_drafts} drafts: one more row than drafts is needed"
         )
     if not num_drafts:
-        return _sampled(logits, controls, live, parallel)
+        return _sampled(logits, controls, live, parallel, ops)
     ids = _own_ids(width, num_drafts, parallel)
     raw = wide(logits)
     # As in `sample`: an infinite logit has no distribution, and a maximum over ranks may drop NaN.
@@ -94,7 +95,7 @@ def accept(
     # A bad target row ends the round like a rejection: if no draft before it fails, it is the row that decides.
     limits = jnp.minimum(counts, _leading(~is_bad))
     drafts = jnp.where(jnp.arange(num_drafts) < counts[:, None], drafted.tokens, -1)
-    adjusted = _adjust(jnp.where(is_bad[..., None], 0, raw), drafts, controls, ids, parallel)
+    adjusted = _adjust(jnp.where(is_bad[..., None], 0, raw), drafts, controls, ids, parallel, ops)
     best = _by_target(lambda x: sampling.argmax(x, ids, parallel), adjusted)
     agreeing = jnp.minimum(_leading(drafts == best[:, :num_drafts]), limits)
 
@@ -102,12 +103,13 @@ def accept(
         return agreeing, _select(adjusted, agreeing)
 
     def stochastic():
-        number, values = _sample(adjusted, drafted.logits, drafts, limits, controls, ids, parallel, rule)
+        number, values = _sample(adjusted, drafted.logits, drafts, limits, controls, ids, parallel, rule, ops)
         is_greedy = controls.temperature <= 0
         number = jnp.where(is_greedy, agreeing, number)
         return number, jnp.where(is_greedy[:, None], _select(adjusted, agreeing), values)
 
-    number, values = lax.cond(jnp.any(live & (controls.temperature > 0)), stochastic, greedy)
+    is_sampling = jnp.any(live & (controls.temperature > 0))
+    number, values = ops.when_sampling(is_sampling, stochastic, greedy, num_bytes=2 * raw.nbytes)
     is_nan = live & _select(is_bad, number)
     token = sampling.argmax(values, ids, parallel)
     count = jnp.where(live & ~is_nan, number + 1, 0)
@@ -115,12 +117,14 @@ def accept(
     tokens = jnp.where(offsets < number[:, None], jnp.pad(drafts, ((0, 0), (0, 1))), token[:, None])
     is_emitted = offsets < count[:, None]
     tokens = jnp.where(is_emitted, tokens, 0)
-    return Accepted(count, tokens, is_nan, *_logprobs(raw, tokens, is_emitted, ids, controls, live, parallel))
+    return Accepted(count, tokens, is_nan, *_logprobs(logits, tokens, is_emitted, ids, controls, parallel, ops))
 
 
-def _sampled(logits: Float[Array, "R 1 X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel) -> Accepted:
+def _sampled(
+    logits: Float[Array, "R 1 X"], controls: Controls, live: Bool[Array, "R"], parallel: Parallel, ops: SamplingOps
+) -> Accepted:
     """What rows without room for drafts emit: the sampler's own choice, in fewer kernels than the way over targets."""
-    sampled = sampling.sample(logits[:, 0], controls, live, parallel)
+    sampled = sampling.sample(logits[:, 0], controls, live, parallel, ops=ops)
     is_emitted = live & ~sampled.is_nan
     values = (sampled.token, sampled.logprob, sampled.top_ids, sampled.top_logprobs)
     token, *rest = (jnp.where(is_emitted.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)[:, None] for x in values)
@@ -189,7 +193,7 @@ def _repeated(controls: Controls, num_targets: int) -> Controls:
 
 
 def _adjust(
-    raw: Float[Array, "R T X"], drafts: Int[Array, "R K"], controls: Controls, ids, parallel: Parallel
+    raw: Float[Array, "R T X"], drafts: Int[Array, "R K"], controls: Controls, ids, parallel: Parallel, ops: SamplingOps
 ) -> Float[Array, "R T X"]:
     """`sampling.adjust` for every target row: penalties count the drafts before it."""
     num_targets = raw.shape[1]
@@ -201,9 +205,9 @@ def _adjust(
         return _by_target(lambda x, counts: sampling.penalise(x, repeated._replace(counts=counts)), raw, counts)
 
     has_penalties = (controls.repetition != 1) | (controls.frequency != 0) | (controls.presence != 0)
-    adjusted = lax.cond(jnp.any(has_penalties), penalised, lambda: raw)
+    adjusted = ops.when_wanted(jnp.any(has_penalties), penalised, lambda: raw, num_bytes=2 * raw.nbytes)
     first = parallel.index() * raw.shape[-1]
-    adjusted = _by_target(lambda x: sampling.add_bias(x, repeated, first), adjusted)
+    adjusted = _by_target(lambda x: sampling.add_bias(x, repeated, first, ops), adjusted)
     return adjusted.at[:, 0].set(sampling.allow(adjusted[:, 0], controls.allowed, first))
 
 
@@ -216,12 +220,13 @@ def _sample(
     ids: Int[Array, "X"],
     parallel: Parallel,
     rule: Rule,
+    ops: SamplingOps,
 ) -> tuple[Int[Array, "R"], Float[Array, "R X"]]:
     """Accepted drafts of every row, and the noisy values whose best is the token behind them."""
     num_drafts, dtype = drafts.shape[1], adjusted.dtype
     repeated = _repeated(controls, num_drafts + 1)
     scaled = _by_target(lambda x: sampling.scale(x, repeated.temperature, parallel), adjusted)
-    threshold = _by_target(lambda x: sampling.keep_threshold(x, repeated, parallel), scaled)
+    threshold = _by_target(lambda x: ops.keep_threshold(x, repeated, parallel), scaled)
     mass = jnp.where(scaled >= threshold[..., None], jnp.exp(scaled), 0)
     draft_mass, is_bad = _draft_mass(wide(draft_logits).astype(dtype), controls, parallel)
     limits = jnp.minimum(limits, _leading(~is_bad))
@@ -290,19 +295,10 @@ def _accepted_jointly(
     return jnp.max(jnp.where((numbers <= limits[:, None]) & (u < keep), numbers, 0), axis=1)
 
 
-def _logprobs(raw, tokens, is_emitted, ids, controls: Controls, live, parallel: Parallel):
-    """`sampling.logprobs` of every emitted token, one target row after the other; zeros if no lane asks."""
-
-    def of_target(target):
-        own, token = (lax.dynamic_index_in_dim(x, target, 1, keepdims=False) for x in (raw, tokens))
-        return sampling.logprobs(own, token, ids, controls, live, parallel)
-
-    def compute():
-        return lax.map(of_target, jnp.arange(raw.shape[1]))
-
-    def nothing():
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
-
-    by_target = lax.cond(jnp.any(live & (controls.num_logprobs >= 0)), compute, nothing)
-    by_row = (jnp.moveaxis(x, 0, 1) for x in by_target)
+def _logprobs(logits, tokens, is_emitted, ids, controls: Controls, parallel: Parallel, ops: SamplingOps):
+    """`sampling.logprobs` of every emitted token; zeros if no lane asks."""
+    rows, targets, width = logits.shape
+    repeated = _repeated(controls, targets)
+    found = ops.logprobs(logits.reshape(-1, width), tokens.ravel(), ids, repeated, is_emitted.ravel(), parallel)
+    by_row = (x.reshape(rows, targets, *x.shape[1:]) for x in found)
     return tuple(jnp.where(is_emitted.reshape(*is_emitted.shape, *(1,) * (x.ndim - 2)), x, 0) for x in by_row)

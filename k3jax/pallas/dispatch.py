@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from k3jax import attn_res, branches, kda_serving, mla_serving, mla_verify, moe, replay_serving, snapshot
+from k3jax import attn_res, branches, kda_serving, mla_serving, mla_verify, moe, replay_serving, sampling, snapshot
 from k3jax.config import K3Config
 from k3jax.pallas import attn_res as attn_res_kernel
 from k3jax.pallas import (
@@ -21,9 +21,12 @@ from k3jax.pallas import (
     mla_decode,
     mla_ops,
     moe_tail,
+    requirements,
     router,
     slot_copy,
+    top_tokens,
 )
+from k3jax.pallas import sampling as sampling_kernel
 
 Kernels = Literal["auto", "xla", "pallas"]
 MoeFinalize = Literal["deferred", "separate"]
@@ -39,6 +42,8 @@ KERNELS: dict[str, Callable] = {
     "route": router.route_live,
     "routed_experts": expert_ops.routed_expert_rows,
     "finish_rows": moe_tail.finish_rows,
+    "keep_threshold": sampling_kernel.keep_threshold,
+    "logprobs": top_tokens.logprobs,
 }
 # Kernels that are not to be chosen whatever they cover, and why.
 HELD_BACK = {
@@ -69,8 +74,17 @@ class Ops:
     route: Callable = moe.route_live
     routed_experts: Callable = moe.routed_experts
     finish_rows: Callable = moe.finish_rows  # of expert ops that leave their rows unsummed
+    keep_threshold: Callable = sampling.keep_threshold
+    logprobs: Callable = sampling.logprobs
     when_wanted: Callable = branches.by_condition
     repeat: Callable = branches.loop
+
+    @property
+    def for_sampling(self) -> sampling.SamplingOps:
+        """Those of sampling."""
+        return sampling.SamplingOps(
+            keep_threshold=self.keep_threshold, logprobs=self.logprobs, when_wanted=self.when_wanted
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +114,7 @@ class Situation:
     drafts: int | None = None  # that a row may verify; None without a draft model
     rollback: str = "replay"
     expert_width: int | None = None  # of one rank; None: all of it
+    num_ranks: int = 1  # over which the vocabulary is divided
     has_mxfp4_experts: bool = True
     moe_finalize: MoeFinalize = "deferred"  # where kernels leave expert rows unsummed
 
@@ -181,6 +196,10 @@ def _refusal(op: str, situation: Situation) -> str | None:
         if situation.moe_finalize == "separate":
             return "summing apart from the norm was asked for"
         return moe_tail.supported(config.routed_expert_hidden_size, *device)
+    if op in ("keep_threshold", "logprobs"):
+        ranks = situation.num_ranks
+        refusal = requirements.refusal(*device)
+        return refusal or sampling_kernel.supported(config.vocab_size // ranks, ranks, *device[1:])
     if situation.drafts is None:
         return "nothing is drafted"
     if op == "mla_verify":

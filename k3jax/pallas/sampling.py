@@ -159,16 +159,19 @@ def keep_threshold(
 ) -> Float[Array, "R"]:
     """`sampling.keep_threshold` on the kernel, for a vocabulary that one rank holds: the same tokens are kept.
 
-    A threshold may lie below the smallest value that it keeps. Masses are summed in another order, so top-p may differ
-    where a mass meets the share wanted to float32's last bits.
+    Rows at temperature 0 keep all. A threshold may lie below the smallest value that it keeps. Masses are summed in
+    another order, so top-p may differ where a mass meets the share wanted to float32's last bits.
     """
     assert parallel.degree == 1, "counts and masses would have to be summed over ranks between passes"
     rows, width = scaled.shape
     tiles = tiles or ThresholdTiles()
     kernel = threshold_kernel(rows, width, tiles, interpret)
     view = lines.view(width, tiles.warpgroups, tiles.vector)
-    keys = kernel(scaled.reshape(rows, *view), controls.top_k.astype(jnp.int32), controls.top_p.astype(jnp.float32))
-    by_best = jnp.log(controls.min_p.astype(scaled.dtype))  # -inf where min-p is off
+    is_sampling = controls.temperature > 0
+    top_k = jnp.where(is_sampling, controls.top_k, 0).astype(jnp.int32)
+    top_p = jnp.where(is_sampling, controls.top_p, 1).astype(jnp.float32)
+    keys = kernel(scaled.reshape(rows, *view), top_k, top_p)
+    by_best = jnp.log(jnp.where(is_sampling, controls.min_p, 0).astype(scaled.dtype))  # -inf where min-p is off
     return jnp.minimum(jnp.maximum(sampling.from_ordered(keys, scaled.dtype), by_best), 0)
 
 

@@ -75,6 +75,7 @@ class ThresholdInputs:
         """As the sampler has them; what the thresholds do not need is empty."""
         empty = jnp.zeros(0)
         limits = {name: jnp.asarray(getattr(self, name)) for name in ("top_k", "top_p", "min_p")}
+        limits["temperature"] = jnp.ones(len(self.top_k))
         return Controls(**dict.fromkeys(Controls._fields, empty) | limits)
 
 

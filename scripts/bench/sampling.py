@@ -1,8 +1,10 @@
 """Time sampling on a TP8 rank's share of the vocabulary on a GPU: one JSON line per part and implementation.
 
 `sample` is all of `k3jax.sampling.sample` from bfloat16 logits, with penalties, mask, top-k, top-p and min-p in every
-row; `thresholds` only the search; `noise` the Gumbel noise and the choice. Many calls over distinct arrays run in one
-program, cold. The kernel alone is also timed in a graph. The floor reads logits and counts once.
+row, `greedy` the same at temperature 0; `thresholds` only the search; `noise` the Gumbel noise and the choice;
+`logprobs` the best tokens of rows that all ask, or none. `xla` has conditions around what nobody wants, `pallas` has
+kernels and no conditions. Many calls over distinct arrays run in one program, cold. Kernels alone are also timed in a
+graph. The floor reads logits and counts once.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ from bench.floors import READ_BYTES_PER_S  # noqa: E402
 from bench.graph import graph_us  # noqa: E402
 from bench.turns import alone  # noqa: E402
 
-from k3jax import sampling  # noqa: E402
-from k3jax.pallas import lines  # noqa: E402
+from k3jax import branches, sampling  # noqa: E402
+from k3jax.pallas import lines, top_tokens  # noqa: E402
 from k3jax.pallas import sampling as kernel  # noqa: E402
-from k3jax.sampling import Controls  # noqa: E402
+from k3jax.sampling import Controls, SamplingOps  # noqa: E402
 from k3jax.sharding.collectives import SINGLE  # noqa: E402
 from serving.option_types import OneLineParser, whole  # noqa: E402
 
@@ -45,7 +47,12 @@ LIMITS = {  # top-k, top-p, min-p
     "top-k": (50, 1.0, 0.0),
     "none": (0, 1.0, 0.0),
 }
-FINDERS = {"xla": sampling.keep_threshold, "pallas": kernel.keep_threshold}
+WAYS = {
+    "xla": SamplingOps(),
+    "pallas": SamplingOps(
+        keep_threshold=kernel.keep_threshold, logprobs=top_tokens.logprobs, when_wanted=branches.unless_small
+    ),
+}
 
 
 def main() -> None:
@@ -55,18 +62,24 @@ def main() -> None:
     parser.add_argument("--width", type=whole(1), default=WIDTH, help="of a rank's share of the vocabulary")
     args = parser.parse_args()
     for rows in args.rows:
-        parts = {(limits, name): None for limits in LIMITS for name in FINDERS}
-        for limits, name in parts:
-            for part in ("sample", "thresholds"):
-                report(part, rows, args.width, limits, name)
+        for name in WAYS:
+            for limits in LIMITS:
+                report("sample", rows, args.width, limits, name)
+                report("thresholds", rows, args.width, limits, name)
+            report("greedy", rows, args.width, "none", name)
+            report("logprobs", rows, args.width, "all ask", name)
+            report("logprobs", rows, args.width, "none asks", name)
         report("noise", rows, args.width, "none", "xla")
 
 
 def report(part: str, rows: int, width: int, limits: str, name: str) -> None:
     """Time one part and print its line."""
-    row = {"op": "sampling", "part": part, "rows": rows, "logits": width, "limits": limits, "thresholds": name}
+    row = {"op": "sampling", "part": part, "rows": rows, "logits": width, "limits": limits, "way": name}
     try:
-        row |= measure(part, rows, width, LIMITS[limits], name)
+        if part == "logprobs":
+            row |= measure_logprobs(rows, width, limits == "all ask", name)
+        else:
+            row |= measure(part, rows, width, LIMITS[limits], name)
     except Exception as error:  # one that cannot run must not end the table
         row["failed"] = f"{type(error).__name__}: {error}"[:300]
     print(json.dumps(row), flush=True)
@@ -80,15 +93,17 @@ def measure(part: str, rows: int, width: int, limits: tuple[int, float, float], 
     ids = jnp.arange(width, dtype=jnp.int32)
 
     def sample(logits, lanes):
-        return sampling.sample(logits, lanes, live, SINGLE, find_threshold=FINDERS[name]).token
+        return sampling.sample(logits, lanes, live, SINGLE, ops=WAYS[name]).token
 
     def thresholds(scaled, lanes):
-        return FINDERS[name](scaled, lanes, SINGLE)
+        return WAYS[name].keep_threshold(scaled, lanes, SINGLE)
 
     def noise(scaled, lanes):
         return sampling.argmax(scaled + sampling.gumbel(lanes.seed, lanes.position, ids, scaled.dtype), ids, SINGLE)
 
-    if part == "sample":
+    if part == "greedy":
+        calls = [(logits, lanes._replace(temperature=jnp.zeros(rows))) for logits, lanes in calls]
+    if part in ("sample", "greedy"):
         calls = [(logits.astype(jnp.bfloat16), lanes) for logits, lanes in calls]
         us, moved = program_us(sample, calls), rows * width * (2 + 4)
     else:
@@ -99,6 +114,24 @@ def measure(part: str, rows: int, width: int, limits: tuple[int, float, float], 
         times["graph_us"] = round(kernel_us(rows, width, limits), 1)
     is_bar = part == "sample" and (rows, width) == (ROWS, WIDTH)
     return times | ({"must_us": MUST_US, "aim_us": AIM_US} if is_bar else {})
+
+
+def measure_logprobs(rows: int, width: int, is_asking: bool, name: str) -> dict:
+    """Microseconds of the op, and of the kernel alone."""
+    keys = jax.random.split(jax.random.key(0), CALLS)
+    lanes = controls(rows, width, LIMITS["none"])._replace(num_logprobs=jnp.full(rows, 5 if is_asking else -1))
+    ids, token, live = jnp.arange(width, dtype=jnp.int32), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool)
+
+    def find(raw, lanes):
+        return WAYS[name].logprobs(raw, token, ids, lanes, live, SINGLE)
+
+    times = {
+        "us": round(program_us(find, [(jax.random.normal(key, (rows, width)) * 3, lanes) for key in keys]), 1),
+        "floor_us": round(rows * width * 4 * is_asking / READ_BYTES_PER_S * 1e6, 1),
+    }
+    if name == "pallas":
+        times["graph_us"] = round(top_us(rows, width, is_asking), 1)
+    return times
 
 
 def controls(rows: int, width: int, limits: tuple[int, float, float]) -> Controls:
@@ -136,8 +169,18 @@ def program_us(run: Callable, calls: Sequence[tuple]) -> float:
     return float(np.median(times))
 
 
+def top_us(rows: int, width: int, is_asking: bool) -> float:
+    """Microseconds of the kernel of the best tokens in a graph of its own."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    tiles = kernel.ThresholdTiles()
+    values = 3 * torch.randn(CALLS, rows, *lines.view(width, tiles.warpgroups, tiles.vector), device="cuda")
+    asks = torch.full((rows,), int(is_asking), dtype=torch.int32, device="cuda")
+    return graph_us(top_tokens.top_kernel(rows, width, tiles), [(value, asks) for value in values])
+
+
 def kernel_us(rows: int, width: int, limits: tuple[int, float, float]) -> float:
-    """Microseconds of the kernel in a graph of its own."""
+    """Microseconds of the kernel of the thresholds in a graph of its own."""
     import torch  # pyright: ignore[reportMissingImports]
 
     tiles = kernel.ThresholdTiles()

@@ -1,4 +1,4 @@
-"""The threshold kernel on a GPU: every case of `k3jax/pallas/sampling_cases.py` against sorting in float64.
+"""The kernels of sampling on a GPU: every case of their `*_cases.py` in `k3jax/pallas/` against sorting in float64.
 
 `python scripts/checks/sampling.py` on a machine with one; exit status 1 when a case fails.
 """
@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 
 from k3jax import sampling  # noqa: E402
 from k3jax.pallas import sampling as kernel  # noqa: E402
-from k3jax.pallas import sampling_cases  # noqa: E402
+from k3jax.pallas import sampling_cases, top_tokens_cases  # noqa: E402
 from k3jax.pallas.sampling_cases import ThresholdCase  # noqa: E402
 from k3jax.sharding.collectives import SINGLE  # noqa: E402
 
@@ -28,6 +28,7 @@ REPEATS = 20
 def check_sampling() -> bool:
     """Every case, the XLA search on them, then the same bits from many calls and from rows in another order."""
     passed = [_check(case) for case in (*sampling_cases.CASES, *sampling_cases.GPU_CASES)]
+    passed += [_check_top(case) for case in (*top_tokens_cases.CASES, *top_tokens_cases.GPU_CASES)]
     return all([*passed, *(_keeps_its_bits(case) for case in sampling_cases.GPU_CASES)])
 
 
@@ -38,6 +39,14 @@ def _check(case: ThresholdCase) -> bool:
     reference = sampling_cases.judge(inputs, find(jnp.asarray(inputs.scaled), inputs.controls()))
     is_right = verdict.passed and reference.passed
     print(f"sampling, {case.name}: {'ok' if is_right else 'FAILED'} {verdict}, XLA {reference}", flush=True)
+    return is_right
+
+
+def _check_top(case: ThresholdCase) -> bool:
+    verdict = top_tokens_cases.run(case, np.random.default_rng())
+    reference = top_tokens_cases.run(case, np.random.default_rng(), by_xla=True)
+    is_right = verdict.passed and reference.passed
+    print(f"best tokens, {case.name}: {'ok' if is_right else 'FAILED'} {verdict}, XLA {reference}", flush=True)
     return is_right
 
 

@@ -76,7 +76,7 @@ def test_penalties_bias_and_allowed_sets_change_the_logits_as_written_down():
     bias = rng.uniform(-100, 100, (ROWS, 5)).astype(np.float32)
     allowed = [rng.choice(VOCAB, 30, replace=False) for _ in range(ROWS)]
     lanes = controls(ROWS, VOCAB, counts=counts, bias_ids=ids, bias_values=bias, allowed=packed(allowed), **values)
-    got = sampling.adjust(jnp.asarray(logits), lanes, 0, SINGLE)
+    got = sampling.adjust(jnp.asarray(logits), lanes, 0)
     for lane in range(ROWS):
         expected = adjusted(
             logits[lane],
@@ -91,7 +91,7 @@ def test_penalties_bias_and_allowed_sets_change_the_logits_as_written_down():
 def test_neutral_controls_leave_the_logits_bit_for_bit():
     logits = random_logits()
     counts = np.random.default_rng(0).choice([0, 1, PROMPT_BIT], (ROWS, VOCAB))
-    got = sampling.adjust(jnp.asarray(logits), controls(ROWS, VOCAB, counts=counts), 0, SINGLE)
+    got = sampling.adjust(jnp.asarray(logits), controls(ROWS, VOCAB, counts=counts), 0)
     np.testing.assert_array_equal(got, logits)
 
 

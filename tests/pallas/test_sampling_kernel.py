@@ -36,6 +36,21 @@ def test_the_xla_search_keeps_what_sorting_keeps(case):
     assert verdict.passed, verdict
 
 
+def test_rows_at_temperature_zero_keep_all_whatever_their_limits():
+    inputs = sampling_cases.draw(dataclasses.replace(sampling_cases.CASES[0], rows=4), rng())
+    lanes = inputs.controls()._replace(
+        temperature=jnp.array([0.0, 1.0, 0.0, 1.0]),
+        top_k=jnp.full(4, 3),
+        top_p=jnp.full(4, 0.5),
+        min_p=jnp.full(4, 0.9),
+    )
+    find = functools.partial(
+        sampling.keep_threshold, parallel=SINGLE, tiles=sampling_cases.SMALL, interpret=INTERPRETER
+    )
+    found = np.asarray(jax.jit(find)(jnp.asarray(inputs.scaled), lanes))
+    assert (found[[0, 2]] == -np.inf).all() and (found[[1, 3]] > -np.inf).all()
+
+
 def test_a_row_has_the_same_threshold_in_any_batch():
     inputs = sampling_cases.draw(dataclasses.replace(sampling_cases.CASES[0], rows=4), rng())
     find = functools.partial(

@@ -20,6 +20,7 @@ from tests.k3jax.draft_models import draft_config
 from tests.k3jax.golden_data import mini_config
 
 CONFIG = mini_config(
+    vocab_size=2048,
     kda_head_dim=128,
     kv_lora_rank=128,
     qk_rope_head_dim=64,
@@ -76,6 +77,7 @@ def test_a_kernel_that_is_held_back_does_not_run_whoever_asks(kernels):
         ({"expert_width": 64}, {"routed_experts", "finish_rows"}, "64, is no multiple"),
         ({"config": dataclasses.replace(CONFIG, num_experts=96)}, {"route"}, "96 experts"),
         ({"has_mxfp4_experts": False}, {"routed_experts", "finish_rows"}, "not in MXFP4"),
+        ({"num_ranks": 8}, {"keep_threshold", "logprobs"}, "8 ranks"),
     ],
 )
 def test_an_op_without_a_kernel_runs_its_reference_and_says_why(changes, refused, reason):
@@ -159,7 +161,7 @@ def test_an_operand_that_is_written_in_place_and_read_later_is_found():
 def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
     draft = draft_config(
         "gqa",
-        vocab_size=96,
+        vocab_size=CONFIG.vocab_size,
         mask_token_id=95,
         hidden_size=CONFIG.hidden_size,
         target_hidden_size=CONFIG.hidden_size,
@@ -189,8 +191,8 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
         between = 2 * CONFIG.num_hidden_layers - 1  # in front of every feed-forward, and of every mixer but the first
         in_router = 2 * CONFIG.num_moe_layers
         in_experts = 4 * CONFIG.num_moe_layers  # rows placed, two products, the sum
-        slot_copies = 1
-        assert text.count("custom_call @mosaic_gpu") == slot_copies + in_mixers + between + in_router + in_experts
+        around = 1 + 2  # slot copies; thresholds and best tokens
+        assert text.count("custom_call @mosaic_gpu") == around + in_mixers + between + in_router + in_experts
         assert operands_used_twice(lowered) == []
         given = arguments[1]  # the pools
         assert text.count("tf.aliasing_output") >= len(jax.tree.leaves(given))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from k3jax import branches
+from k3jax import branches, sampling
 from k3jax.pallas import dispatch
 from tests.step.draft_driver import DraftMachine, DraftSession, mini_draft
 from tests.step.driver import Request, assert_close
@@ -15,7 +15,6 @@ from tests.step.models import prompt
 ATOL = 1e-9
 DRAFTS = 4
 PROMPT = [token % 95 + 1 for token in prompt(seed=3, length=59)]
-STRAIGHT = dispatch.Ops(when_wanted=branches.unless_small, repeat=branches.unrolled)
 SETTINGS = (  # of steps one after the other
     {},
     {"is_drafting": False},
@@ -23,6 +22,14 @@ SETTINGS = (  # of steps one after the other
     {"num_drafts": 0},
     {"num_drafts": 3},
 )
+
+
+def keep_threshold(scaled, controls, parallel):
+    """The reference, which passes for a kernel: then all of sampling goes without conditions."""
+    return sampling.keep_threshold(scaled, controls, parallel)
+
+
+STRAIGHT = dispatch.Ops(when_wanted=branches.unless_small, repeat=branches.unrolled, keep_threshold=keep_threshold)
 
 
 @functools.cache

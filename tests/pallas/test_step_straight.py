@@ -1,0 +1,97 @@
+"""What a GPU's decode step does without: loops and conditions, attention over pages apart."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from k3jax import params, programs
+from k3jax.cache import CacheShape
+from k3jax.draft_params import abstract_draft
+from k3jax.draft_state import Drafting
+from k3jax.pallas import dispatch, expert_load
+from k3jax.sharding.mesh import make_mesh, parallel_of
+from k3jax.step_inputs import StepShape
+from tests.k3jax.draft_models import draft_config
+from tests.k3jax.golden_data import mini_config
+
+DRAFTS = 3
+CONFIG = mini_config(
+    vocab_size=2048,
+    kda_head_dim=128,
+    hidden_size=256,
+    routed_expert_hidden_size=512,
+    moe_intermediate_size=128,
+    num_experts=128,
+    num_experts_per_token=4,
+)
+DRAFT = draft_config(
+    "gqa",
+    vocab_size=CONFIG.vocab_size,
+    mask_token_id=95,
+    hidden_size=CONFIG.hidden_size,
+    target_hidden_size=CONFIG.hidden_size,
+    taps=(0, 2),
+)
+CACHE = CacheShape(num_rows=4, num_pages=9, num_slots=9, pages_per_row=4)
+
+
+def attend_nowhere(weights, projected, *_, **__):
+    """In place of attention over pages, which is looked at by itself."""
+    return jnp.zeros_like(projected.gate)
+
+
+def program(*, has_drafts: bool, kernels: dispatch.Kernels = "auto") -> programs.StepProgram:
+    situation = dispatch.Situation(
+        platform="gpu",
+        config=CONFIG,
+        dtype=jnp.dtype(jnp.bfloat16),
+        compute_capability=9.0,
+        drafts=DRAFTS if has_drafts else None,
+    )
+    ops = dataclasses.replace(dispatch.choose(situation)[0], mla_decode=attend_nowhere, mla_verify=attend_nowhere)
+    if kernels == "xla":
+        ops = dispatch.Ops()
+    tree = params.abstract(CONFIG)
+    if dispatch.wants_repacked_experts(ops):
+        tree = expert_load.repacked_tree(tree)
+    mesh = make_mesh()
+    return programs.StepProgram(
+        config=CONFIG,
+        cache_shape=CACHE,
+        tree=tree | ({"draft": abstract_draft(DRAFT)} if has_drafts else {}),
+        dtype=jnp.dtype(jnp.bfloat16),
+        mesh=mesh,
+        parallel=parallel_of(mesh),
+        ops=ops,
+        drafting=Drafting(config=DRAFT, tokens=DRAFTS) if has_drafts else None,
+    )
+
+
+def branches_of(step: programs.StepProgram, shape: StepShape) -> int:
+    """Loops and conditions of the step as it is lowered for CUDA."""
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), step.operands(shape))
+    lowered = step.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return len(re.findall(r"\bstablehlo\.(?:while|case|if)\b", lowered.as_text()))
+
+
+@pytest.mark.parametrize(
+    ("has_drafts", "drafts", "expected"),
+    [
+        pytest.param(False, 0, 0, id="without a draft model"),
+        pytest.param(True, 0, 0, id="with one at rest"),
+        pytest.param(True, DRAFTS, DRAFT.num_hidden_layers, id="with drafts, over the context of each draft layer"),
+    ],
+)
+def test_a_decode_step_has_no_loop_and_no_condition(has_drafts, drafts, expected):
+    step = program(has_drafts=has_drafts)
+    shape = StepShape(rows=4, prefill_tokens=0, drafts=drafts, min_tile=128)
+    assert branches_of(step, shape) == expected
+
+
+def test_by_xla_alone_it_has_many():
+    """So that what is counted above is what is meant."""
+    step = program(has_drafts=True, kernels="xla")
+    assert branches_of(step, StepShape(rows=4, prefill_tokens=0, drafts=DRAFTS, min_tile=128)) > 10
