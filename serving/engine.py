@@ -188,13 +188,14 @@ class Engine:
         with self._changed:
             if not self._has_work():
                 self._status.pause()
-            if self._changed.wait_for(self._has_work, timeout=_QUIET_S):
-                return not self._is_stopping
-        self._loop.check_when_idle()
-        self._stats = self._loop.stats()
-        with self._changed:
-            self._changed.wait_for(self._has_work)
-            return not self._is_stopping
+        is_settled = False
+        while True:
+            with self._changed:
+                if self._changed.wait_for(self._has_work, timeout=None if is_settled else _QUIET_S):
+                    return not self._is_stopping
+            self._loop.check_when_idle()
+            self._stats = self._loop.stats()
+            is_settled = self._loop.has_requests or not self._loop.has_transfers
 
     def _has_work(self) -> bool:
         return self._is_stopping or bool(self._inbox) or (self._loop.has_requests and not self._is_stalled)

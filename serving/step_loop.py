@@ -59,6 +59,11 @@ class StepLoop:
         return self._scheduler.has_requests or bool(self._in_flight)
 
     @property
+    def has_transfers(self) -> bool:
+        """Whether anything moves to or from the state store, as far as was looked."""
+        return self._scheduler.num_transfers > 0
+
+    @property
     def is_recovering(self) -> bool:
         """Whether the device failed and no step has succeeded since, while requests wait for one."""
         return self._is_recovering and self.has_requests
@@ -88,9 +93,14 @@ class StepLoop:
         self._scheduler.check_integrity()
 
     def check_when_idle(self) -> None:
-        """Check pools and cache while nobody runs. Where they disagree, say so and go on with empty ones."""
+        """Take note of stores that have ended, and check pools and cache, while nobody runs.
+
+        Where they disagree, say so and go on with empty ones.
+        """
         if self.has_requests or self._in_flight:
             return
+        if self.has_transfers:
+            self._finish_transfers(0.0)
         try:
             self.check_integrity()
         except AssertionError:

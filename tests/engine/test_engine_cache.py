@@ -1,9 +1,11 @@
 """Prefix cache, host tier and overlap through the engine and its thread."""
 
 import itertools
+import time
 
 import pytest
 
+from serving import engine
 from serving.core.types import FinishReason, TransferKind
 from serving.fake_executor import FakeExecutor, Fault
 from serving.fake_store import FakeStore
@@ -62,6 +64,21 @@ def test_a_prefix_that_left_the_device_is_loaded_again(delay, overlap):
         assert _say(client, same_prefix("b", prompt(100), prompt(5, 9))) == 96
         assert any(transfer.kind is TransferKind.LOAD for transfer in store.transfers)
         assert client.engine.stats().prefix_host_hit_tokens_total == 96
+
+
+def test_pages_that_the_last_request_sent_to_the_store_are_free_soon_after_it(monkeypatch):
+    """Nobody else asks: the transfer ends while the engine is idle, and the counts go back to zero."""
+    monkeypatch.setattr(engine, "_QUIET_S", 0.02)
+    store = FakeStore(delay=30)
+    executor = _executor(store=store, num_pages=17, num_rows=2, host_cache_bytes=1000)
+    with running(executor, policy=policy(BLOCK), overlap=True) as client:
+        for i in range(8):
+            _say(client, same_prefix(f"a{i}", prompt(120, 20 + i)))
+        assert store.num_in_flight and client.engine.stats().pages_used
+        deadline = time.monotonic() + 20
+        while client.engine.stats().pages_used and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert (client.engine.stats().pages_used, store.num_in_flight) == (0, 0)
 
 
 @OVERLAP
