@@ -101,6 +101,10 @@ class _Block:
         unit = jnp.minimum(self.block + turn * self.shape.blocks, self.units.shape[0] - 1)
         return tuple(self.units[unit, field] for field in range(len(UNIT_FIELDS)))
 
+    def row_and_tile(self, row_tile) -> tuple:
+        row = lax.div(row_tile, jnp.int32(self.shape.tiles.tiles))
+        return row, row_tile - row * self.shape.tiles.tiles
+
     def page_id(self, row, page):
         return self.table[row, jnp.minimum(page, self.table.shape[1] - 1)]
 
@@ -111,7 +115,8 @@ class _Block:
 
         def fetch_unit(turn, carry):
             found, fetched = carry
-            row, tile, _split, first_page, num_pages, _limit, tail, page = found
+            row_tile, _split, first_page, num_pages, _limit, tail, page, _num_queries = found
+            row, tile = self.row_and_tile(row_tile)
             following = self.look_up(turn + 1)
 
             def fetch_page(index, page):
@@ -185,7 +190,8 @@ class _Block:
 
         def attend(turn, carry):
             found, fetched = carry
-            row, tile, split, _first_page, num_pages, limit, _tail, _page = found
+            row_tile, split, _first_page, num_pages, limit, _tail, _page, num_queries = found
+            row, tile = self.row_and_tile(row_tile)
             following = self.look_up(turn + 1)
             first_column = tile * shape.tiles.block_columns + own * columns
 
@@ -233,7 +239,8 @@ class _Block:
             plgpu.commit_smem()  # the scratch of sums has been read by everybody
             mass = sum_over_threads(mass, sums, self.is_interpreted)
             of_block = pl.ds(pl.multiple_of(own * columns, columns), columns)
-            store_transposed(self.partial.at[row, tile, split, of_block], total, self.is_interpreted)
+            live = num_queries - first_column
+            store_transposed(self.partial.at[row, tile, split, of_block], total, live, self.is_interpreted)
             for kind, value in enumerate((top, mass)):
                 store_columns(self.statistics.at[row, tile, kind, of_block, split], value, self.is_interpreted)
             plgpu.commit_smem()  # and so it has been now

@@ -119,18 +119,43 @@ def sum_over_threads(own: jax.Array, scratch, is_interpreted: bool) -> jax.Array
     return _reduce(own, COLUMN, own.shape[0], scratch, arith.addf)
 
 
-def store_transposed(ref, x: jax.Array, is_interpreted: bool) -> None:
-    """Store `x` [m, n] float32 to global memory `ref` [n, m]: eight lanes write 32 bytes in a row."""
+def store_transposed(ref, x: jax.Array, live, is_interpreted: bool) -> None:
+    """Store the first `live` columns of `x` [m, n] float32 to rows of global memory `ref` [n, m], of others maybe some.
+
+    Eight lanes write 32 bytes in a row.
+    """
     if is_interpreted:
         ref[...] = x.T
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
-    def store(_, ref, x):
-        single = x.to_layout(mgpu.fragmented_array.WGMMA_LAYOUT_ACC_32BIT)  # neighbours in a row are not in memory
-        single.store_untiled(utils.memref_transpose(ref, (1, 0)), optimized=False)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, plgpu.Layout.WG_SPLAT))
+    def store(_, ref, x, live):
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        (stride, one), _offset = ir.MemRefType(ref.type).get_strides_and_offset()
+        assert one == 1, one
+        thread = arith.remui(utils.thread_idx(), utils.c(utils.WARPGROUP_SIZE, i32))
+        lane, warp = (function(thread, utils.c(32, i32)) for function in (arith.remui, arith.divui))
+        row = arith.addi(arith.muli(warp, utils.c(16, i32)), arith.divui(lane, utils.c(_LANES_PER_ROW, i32)))
+        column = arith.muli(arith.remui(lane, utils.c(_LANES_PER_ROW, i32)), utils.c(2, i32))
+        place = arith.addi(arith.muli(column, utils.c(stride, i32)), row)
+        start = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+        start = arith.addi(start, arith.muli(arith.extui(i64, place), utils.c(4, i64)))
+        tiles, groups = x.registers.shape[:2]
+        registers = x.registers.reshape(tiles, groups, 2)  # of two rows, eight apart; pairs of columns
+        for group in range(groups):
+            for half in range(2):
+                own = arith.addi(column, utils.c(8 * group + half, i32))
+                is_live = arith.cmpi(arith.CmpIPredicate.slt, own, live.registers.item())
+                for tile, side in np.ndindex(tiles, 2):
+                    register = registers[tile, group, side]
+                    value = vector.extract(register, dynamic_position=[], static_position=[half])
+                    offset = 4 * ((8 * group + half) * stride + 64 * tile + 8 * side)
+                    address = arith.addi(start, utils.c(offset, i64))
+                    utils.inline_ptx(
+                        "st.global.f32 [$0], $1;", address, value, predicate=is_live, has_side_effects=True
+                    )
 
-    store(ref, x)  # pyright: ignore[reportCallIssue]
+    store(ref, x, live)  # pyright: ignore[reportCallIssue]
 
 
 def store_columns(ref, x: jax.Array, is_interpreted: bool) -> None:

@@ -82,7 +82,7 @@ def grid_for(rows: int, pages: int, tiles: MlaTiles, rank: int, finest: int | No
     bytes_a_split = rows * tiles.row_columns * rank * 4
     room = max(4, int(PARTIAL_BYTES // bytes_a_split))
     is_wide = tiles.row_columns > MAX_COLUMNS
-    finest = finest or next(size for limit, size in ((8, 2), (32, 4), (1 << 30, 8)) if rows <= limit) * (
+    finest = finest or next(size for limit, size in ((8, 2), (32, 4), (1 << 30, 16)) if rows <= limit) * (
         2 if is_wide else 1
     )
     while True:
@@ -119,14 +119,14 @@ class Plan(NamedTuple):
 
 
 UNIT_FIELDS = (
-    "row",
-    "tile",
+    "row_tile",  # row * tiles + tile of its queries
     "split",
     "first_page",  # of the split, in the row's table
     "num_pages",
     "limit",  # last position that the row's first token sees, from the split's first position on
     "tail",  # tokens of the last page that there are
     "page",  # the first one
+    "num_queries",  # of the row
 )
 
 
@@ -149,7 +149,9 @@ def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaT
     tail = jnp.where(end_page == own_pages, tokens[row] - (own_pages - 1) * PAGE_SIZE, PAGE_SIZE)
     limit = rows.first[row] - first_page * PAGE_SIZE
     page = page_table[row, jnp.minimum(first_page, page_table.shape[1] - 1)]
-    fields = (row, within % row_tiles, split, first_page, end_page - first_page, limit, tail, page)
+    num_queries = rows.count[row] * heads
+    row_tile = row * tiles.tiles + within % row_tiles
+    fields = (row_tile, split, first_page, end_page - first_page, limit, tail, page, num_queries)
     of_rows = (rows.count, rows.start, splits, jnp.zeros_like(splits))
     return Plan(jnp.stack(fields, axis=1), ends[-1:], jnp.stack(of_rows, axis=1).astype(jnp.int32))
 

@@ -115,8 +115,10 @@ def test_a_plan_covers_every_page_of_every_tile_once():
     plan = mla_plan.make_plan(rows, jnp.asarray(table), 5, tiles, grid)
     units = np.asarray(plan.units)[: int(plan.num_units[0])]
     found: dict[tuple[int, int], list[int]] = {}
-    for row, tile, split, first_page, num_pages, limit, tail, page in units.tolist():
+    for row_tile, split, first_page, num_pages, limit, tail, page, num_queries in units.tolist():
+        row, tile = divmod(row_tile, 3)
         assert first_page == grid.bounds[split] and first_page + num_pages <= grid.bounds[split + 1]
+        assert num_queries == 5 * count[row]
         assert page == table[row, first_page]
         assert limit == first[row] - first_page * PAGE_SIZE
         is_last = first_page + num_pages == -(-(first[row] + count[row]) // PAGE_SIZE)
