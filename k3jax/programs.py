@@ -148,21 +148,41 @@ class StepProgram:
         return self.lower(shape).compile()
 
     def lower(self, shape: StepShape) -> jax.stages.Lowered:
-        """Lower a bucket for the server: unlike those of `function` its outputs are one vector, see `output_fields`.
+        """Lower a bucket for the server: (params, pools, rows, packed, extras, place) to pools, rows and a vector.
 
-        On a GPU that vector takes the place of the inputs', which holds nothing else in between. It lies elsewhere in
-        every step, and each kernel that touches it costs the host an update of the command buffer.
+        Unlike those of `function` its outputs are one vector, see `output_fields`. On a GPU `packed` is read where the
+        host wrote it, in pinned memory, and the outputs take the place of `place`, an earlier step's: an upload waits
+        for memory, and with it for all steps in front, and each kernel that names something that has moved costs the
+        host an update of the command buffer. Elsewhere `packed` is an ordinary argument and `place` is ().
         """
         function, fields, size = self.function(shape), self.output_fields(shape), self.vector_size(shape)
-
-        def packed_step(params, pools, rows, packed, extras):
-            pools, rows, outputs = function(params, pools, rows, packed, extras)
-            return pools, rows, step_outputs.in_place_of(packed, step_outputs.pack(outputs, fields, size))
-
         params, pools, rows, _, extras = self.operands(shape)
-        packed = self._placed(jax.ShapeDtypeStruct((size,), jnp.int32), REPLICATED)
-        donated = (1, 2, 3) if self.platform == "gpu" else (1, 2)  # a CPU's may be the host's own memory
-        return jax.jit(packed_step, donate_argnums=donated).lower(params, pools, rows, packed, extras)
+        place = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
+        packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self.vector_sharding)
+
+        def packed_step(params, pools, rows, packed, extras, place):
+            if self.reads_host_memory:
+                packed = jax.device_put(packed, NamedSharding(self.mesh, REPLICATED))
+            pools, rows, outputs = function(params, pools, rows, packed, extras)
+            vector = step_outputs.pack(outputs, fields, size)
+            if self.reads_host_memory:
+                vector = step_outputs.in_place_of(place, vector, never=rows.length[0] < 0)
+            return pools, rows, vector
+
+        return jax.jit(packed_step, donate_argnums=(1, 2, 5)).lower(
+            params, pools, rows, packed, extras, place if self.reads_host_memory else ()
+        )
+
+    @property
+    def reads_host_memory(self) -> bool:
+        """Whether compiled buckets read their inputs from the host's memory."""
+        return self.platform == "gpu"
+
+    @property
+    def vector_sharding(self) -> NamedSharding:
+        """Of a compiled bucket's vector of inputs."""
+        kind = "pinned_host" if self.reads_host_memory else None
+        return NamedSharding(self.mesh, REPLICATED, memory_kind=kind)
 
     def vector_size(self, shape: StepShape) -> int:
         """Length of a compiled bucket's vector of inputs, and of that of its outputs."""

@@ -18,7 +18,6 @@ from k3jax.step import StepOutputs
 from k3jax.step_inputs import StepShape
 
 Outputs = StepOutputs | VerifyOutputs
-_NEVER = np.int32(1)  # as the first word of inputs, whose bits are inverted: no number of rows is below zero
 
 
 def layout(shape: StepShape, config: K3Config, dtype, drafting: Drafting | None) -> Outputs:
@@ -72,11 +71,10 @@ def pack(outputs: Outputs, fields: Outputs, size: int = 0) -> jax.Array:
     return jnp.concatenate([*map(_words, outputs), padding])
 
 
-def in_place_of(inputs: jax.Array, vector: jax.Array) -> jax.Array:
-    """`vector`, and XLA has to take it that the last kernel reads `inputs`: so their memory is kept for it, where
-    otherwise whatever fits would be put in between."""
-    first = lax.optimization_barrier(inputs)[0]
-    return jnp.where(first == _NEVER, inputs, lax.optimization_barrier(vector))
+def in_place_of(place: jax.Array, vector: jax.Array, never: jax.Array) -> jax.Array:
+    """`vector`, and XLA has to take it that the last kernel reads `place`: so that memory is kept for it, where
+    otherwise whatever fits would be put in between. `never` is false, which XLA cannot know."""
+    return jnp.where(never, place, lax.optimization_barrier(vector))
 
 
 def _words(value: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ from serving.core.types import (
 from serving.executor_results import result_of
 from serving.executor_transfers import DeviceTransfers
 from serving.state.store import StateStore
+from serving.step_vectors import StepVectors
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -99,7 +100,7 @@ class CompileWatch:
 class _InFlight:
     plan: StepPlan
     shape: StepShape
-    outputs: concurrent.futures.Future[jax.Array]
+    outputs: concurrent.futures.Future[tuple[jax.Array, StepVectors]]
     num_logprobs: Mapping[int, int]  # by row; kept here since a row may have another request when this is read
 
 
@@ -145,7 +146,10 @@ class DeviceExecutor:
             rows: program.neutral_extras(program.shape_of(rows=rows, prefill_tokens=0)) for rows in self._row_buckets
         }
         self._fields = {shape: program.output_fields(shape) for shape in self._shapes}
-        self._vector_sizes = {shape: program.vector_size(shape) for shape in self._shapes}
+        # Two for each bucket: a step is planned, and its inputs written, while another runs.
+        self._vectors = {
+            shape: [StepVectors(program, program.vector_size(shape)) for _ in range(2)] for shape in self._shapes
+        }
         self._fresh_state = self._compile_fresh_state()
         self._pools, self._rows = self._fresh_state()
         self._dispatcher = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
@@ -195,7 +199,7 @@ class DeviceExecutor:
             plan, shape, self._program.cache_shape, has_draft_model=self.limits.draft_tokens > 0
         )
         page_pieces = list(executor_plan.page_pieces(plan, self._program.cache_shape))
-        packed = pack(inputs, self._vector_sizes[shape])
+        packed = pack(inputs, self._program.vector_size(shape))
         try:
             extras = self._extras(plan, shape)
         except jax.errors.JaxRuntimeError as error:
@@ -216,7 +220,7 @@ class DeviceExecutor:
         extras: StepExtras,
         page_pieces: list[CachedPages],
         pieces: list[CachedTokens],
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, StepVectors]:
         """On the dispatch thread."""
         if self._write_error is not None:
             raise self._write_error
@@ -225,9 +229,9 @@ class DeviceExecutor:
                 self._rows = self._put_cached_pages(self._rows, jax.device_put(piece, self._replicated))
             for piece in pieces:
                 self._rows = self._count_cached(self._rows, jax.device_put(piece, self._replicated))
-            outputs = self._dispatch(shape, packed, extras)
+            outputs, vectors = self._dispatch(shape, packed, extras)
             outputs.copy_to_host_async()  # as soon as they are there, not when somebody asks
-            return outputs
+            return outputs, vectors
 
     def read(self, job: Callable[[Pools], Any]) -> concurrent.futures.Future:
         """Run `job` on the pools as all steps submitted so far leave them."""
@@ -250,12 +254,14 @@ class DeviceExecutor:
 
         self._dispatcher.submit(run)
 
-    def _dispatch(self, shape: StepShape, packed: np.ndarray, extras: StepExtras) -> jax.Array:
-        executables = self._compiled[shape]
-        self._num_dispatched += 1
+    def _dispatch(self, shape: StepShape, packed: np.ndarray, extras: StepExtras) -> tuple[jax.Array, StepVectors]:
+        executables, self._num_dispatched = self._compiled[shape], self._num_dispatched + 1
         run = executables[self._num_dispatched % len(executables)]
-        self._pools, self._rows, outputs = run(self._params, self._pools, self._rows, packed, extras)
-        return outputs
+        vectors = self._vectors[shape][self._num_dispatched % 2]
+        inputs = vectors.filled(packed), extras, vectors.place()
+        self._pools, self._rows, outputs = run(self._params, self._pools, self._rows, *inputs)
+        vectors.started(outputs)
+        return outputs, vectors
 
     def _fetch(self, outputs: jax.Array) -> np.ndarray:
         return np.asarray(outputs)
@@ -265,10 +271,12 @@ class DeviceExecutor:
         step = self._in_flight.popleft()
         try:
             with self._watch.counting():
-                outputs = self._fetch(step.outputs.result())
+                outputs, vectors = step.outputs.result()
+                fetched = self._fetch(outputs)
+                vectors.read(outputs)
         except jax.errors.JaxRuntimeError as error:
             raise DeviceFailure(f"step {step.plan.step} failed: {error}") from error
-        return result_of(step.plan, unpack(outputs, self._fields[step.shape]), step.num_logprobs)
+        return result_of(step.plan, unpack(fetched, self._fields[step.shape]), step.num_logprobs)
 
     def transfer(self, transfer: Transfer) -> None:
         """Start a copy to or from the state store; never waits."""
@@ -296,6 +304,9 @@ class DeviceExecutor:
         if self._transfers is not None:
             self._transfers.reset()
         self._num_logprobs.clear()
+        for vectors in self._vectors.values():
+            for each in vectors:
+                each.reset()
         for array in jax.tree.leaves((self._pools, self._rows)):  # a step that never started did not take them
             array.delete()
         with self._watch.counting():
@@ -406,9 +417,10 @@ class DeviceExecutor:
         """Run every program once on nothing: first calls allocate, load modules and build graphs."""
         for step, shape in enumerate(self._shapes):
             inputs = executor_plan.fill(StepPlan(step=step), shape, self._program.cache_shape)
-            packed = pack(inputs, self._vector_sizes[shape])
-            for _ in self._compiled[shape]:
-                jax.block_until_ready(self._dispatch(shape, packed, self._neutral[shape.rows]))
+            packed = pack(inputs, self._program.vector_size(shape))
+            for _ in self._vectors[shape]:
+                outputs, vectors = self._dispatch(shape, packed, self._neutral[shape.rows])
+                vectors.read(jax.block_until_ready(outputs))
 
     def _extras(self, plan: StepPlan, shape: StepShape) -> StepExtras:
         extras = self._neutral[shape.rows]

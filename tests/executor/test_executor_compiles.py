@@ -61,6 +61,7 @@ def test_start_up_reports_its_programs(executor):
     assert info["programs"] == ["rows 8 x prefill 0", "rows 8 x prefill 128"]
     assert info["dtype"] == "float64"
     assert set(info["kernels"]) == {
+        "copy_slots",
         "kda_decode",
         "kda_prefill",
         "mla_decode",
@@ -68,6 +69,10 @@ def test_start_up_reports_its_programs(executor):
         "depth_mix",
         "route",
         "routed_experts",
+        "keep_threshold",
+        "logprobs",
+        "when_wanted",
+        "repeat",
     }
 
 
