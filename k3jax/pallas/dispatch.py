@@ -9,10 +9,23 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from k3jax import attn_res, branches, kda_serving, mla_serving, mla_verify, moe, replay_serving, sampling, snapshot
+from k3jax import (
+    attn_res,
+    branches,
+    draft_block,
+    kda_serving,
+    mla_serving,
+    mla_verify,
+    moe,
+    replay_serving,
+    sampling,
+    snapshot,
+)
 from k3jax.config import K3Config
+from k3jax.draft_config import DraftConfig
 from k3jax.pallas import attn_res as attn_res_kernel
 from k3jax.pallas import (
+    draft_attend,
     expert_ops,
     kda_decode,
     kda_ops,
@@ -42,12 +55,12 @@ KERNELS: dict[str, Callable] = {
     "route": router.route_live,
     "routed_experts": expert_ops.routed_expert_rows,
     "finish_rows": moe_tail.finish_rows,
+    "draft_attend": draft_attend.attend_context,
     "keep_threshold": sampling_kernel.keep_threshold,
     "logprobs": top_tokens.logprobs,
 }
 # Kernels that are not to be chosen whatever they cover, and why.
 HELD_BACK = {
-    "kda_prefill": "held back: wrong outputs on an H200, not the same ones twice, where a block prepares many tiles",
     "mla_decode": "held back: has not run on a GPU",
     "mla_verify": "held back: has not run on a GPU",
 }
@@ -67,9 +80,10 @@ class Ops:
     kda_prefill: Callable = kda_serving.prefill
     mla_decode: Callable = mla_serving.decode
     mla_prefill: Callable = mla_serving.prefill
-    kda_verify: Callable = replay_serving.verify  # this and the next two: with a draft model
+    kda_verify: Callable = replay_serving.verify  # this and the next three: with a draft model
     kda_commit: Callable = replay_serving.commit
     mla_verify: Callable = mla_verify.verify
+    draft_attend: Callable = draft_block.attend_context
     depth_mix: Callable = attn_res.mix_and_norm
     route: Callable = moe.route_live
     routed_experts: Callable = moe.routed_experts
@@ -112,6 +126,7 @@ class Situation:
     dtype: Any
     compute_capability: float = 0.0  # of a GPU: 9.0 is Hopper
     drafts: int | None = None  # that a row may verify; None without a draft model
+    draft: DraftConfig | None = None  # that model
     rollback: str = "replay"
     expert_width: int | None = None  # of one rank; None: all of it
     num_ranks: int = 1  # over which the vocabulary is divided
@@ -155,7 +170,7 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
             running.add(op)
     if kernels == "pallas" and not running:
         raise ValueError(f"no kernel can run here: {reasons['kda_decode']}. Use --kernels auto.")
-    unused = {"kda_verify", "kda_commit", "mla_verify"} if situation.drafts is None else set()
+    unused = {"kda_verify", "kda_commit", "mla_verify", "draft_attend"} if situation.drafts is None else set()
     if "routed_experts" not in running:
         unused |= {"finish_rows"}
     elif situation.moe_finalize == "separate":
@@ -202,6 +217,10 @@ def _refusal(op: str, situation: Situation) -> str | None:
         return refusal or sampling_kernel.supported(config.vocab_size // ranks, ranks, *device[1:])
     if situation.drafts is None:
         return "nothing is drafted"
+    if op == "draft_attend":
+        if situation.draft is None:
+            return "nothing is known of the draft model"
+        return draft_attend.supported(situation.draft, situation.num_ranks, *device)
     if op == "mla_verify":
         return mla_decode.supported(config, *device, 1 + situation.drafts)
     if situation.rollback != "replay":
