@@ -31,6 +31,13 @@ class CostCurve:
         self._starts = [start for start, _ in points]
         slopes = [(then - now) / (end - start) for (start, now), (end, then) in itertools.pairwise(points)]
         self._slopes = [*slopes, slopes[-1] if slopes else 0.0]
+        # Where the slope changes. Most points of a grid are there for other numbers of rows, and on a straight line.
+        before = [0.0, *self._slopes]
+        self._corners = [
+            point
+            for point, slope, earlier in zip(points, self._slopes, before, strict=False)
+            if point[0] > 0 and not math.isclose(slope, earlier, rel_tol=1e-9)
+        ]
 
     def between(self, count: int) -> float:
         """As `seconds`, flat also behind the last point; 0 without any."""
@@ -51,8 +58,9 @@ class CostCurve:
         if not chances:
             return best
         totals = list(itertools.accumulate(chances, initial=float(num_rows)))
-        for high in (*(start for start in self._starts if 0 < start < len(chances)), len(chances)):
-            high_s = self.seconds(high)
+        most = len(chances)
+        corners = [corner for corner in self._corners if corner[0] < most]
+        for high, high_s in (*corners, (most, self.seconds(most))):
             slope = (high_s - low_s) / (high - low)
             count = _last_that_pays(chances, totals, low, high, low_s, slope)
             rate = totals[count] / (low_s + (count - low) * slope)

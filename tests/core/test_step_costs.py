@@ -43,6 +43,27 @@ def test_no_other_number_of_drafts_brings_more(chances, points, num_rows):
 
 
 @given(
+    chances=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40),
+    counts=st.sets(st.integers(1, 45), max_size=6),
+    num_rows=st.integers(1, 9),
+    bend=st.integers(1, 45),
+    slopes=st.tuples(st.floats(0.001, 0.2), st.floats(0.001, 0.2)),
+)
+def test_points_on_a_straight_line_change_nothing(chances, counts, num_rows, bend, slopes):
+    """A grid has the points of all numbers of rows; what was not measured for one lies on its lines."""
+
+    def seconds(count: int) -> float:
+        return 1.0 + slopes[0] * min(count, bend) + slopes[1] * max(0, count - bend)
+
+    chances.sort(reverse=True)
+    few = CostCurve([(count, seconds(count)) for count in sorted({0, bend, 46})])
+    many = CostCurve([(count, seconds(count)) for count in sorted({0, bend, 46, *counts})])
+    assert many.best(chances, num_rows).tokens_per_s == pytest.approx(few.best(chances, num_rows).tokens_per_s)
+    rates = [(num_rows + sum(chances[:count])) / seconds(count) for count in range(len(chances) + 1)]
+    assert many.best(chances, num_rows).tokens_per_s == pytest.approx(max(rates))
+
+
+@given(
     costs=st.lists(
         st.builds(StepCost, st.integers(1, 9), st.integers(0, 20), st.booleans(), _SECONDS), min_size=1, max_size=12
     ),
@@ -54,7 +75,9 @@ def test_more_drafts_or_rows_never_cost_less_and_drafting_is_never_a_gain(costs,
     curve, larger = (table.curve(rows, is_drafting=True) for rows in (num_rows, num_rows + 1))
     seconds = [curve.seconds(count) for count in range(30)]
     assert all(later >= earlier - 1e-12 for earlier, later in zip(seconds, seconds[1:], strict=False))
-    highest = max(cost.num_drafts for cost in costs)
+    # As far as was measured; steps that do not draft say only what the draft pass takes, if any do.
+    drafting = [cost for cost in costs if cost.is_drafting] or costs
+    highest = max(cost.num_drafts for cost in drafting)
     assert all(larger.seconds(count) >= seconds[count] - 1e-12 for count in range(min(30, highest + 1)))
     plain = table.curve(num_rows, is_drafting=False)
     assert all(0 < plain.seconds(count) <= seconds[count] + 1e-12 for count in range(30))
