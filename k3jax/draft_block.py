@@ -8,6 +8,8 @@ neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -27,6 +29,38 @@ from k3jax.sharding.collectives import Parallel
 CONTEXT_BLOCK = BLOCK_PAGES * PAGE_SIZE
 
 
+def attend_context(
+    query: Float[Array, "R block N G W"],
+    pages: DraftPages,
+    layer: int,
+    page_table: Int[Array, "R P"],
+    lengths: Int[Array, "R"],
+    live: Bool[Array, "R"],
+    config: DraftConfig,
+    parallel: Parallel,
+) -> RunningSoftmax:
+    """What blocks see of their contexts in pages of a layer, for `_add` to go on with. The XLA reference of the op."""
+    rows, block, groups, members, _ = query.shape
+    heads = groups * members
+    at = draft_layers.block_positions(lengths, config)
+    first_block, end_block = _visited(lengths, live, config)
+
+    def visit(index, softmax: RunningSoftmax) -> RunningSoftmax:
+        cached = pages.entries[layer, block_pages(page_table, index)]
+        cached = cached.reshape(cached.shape[0], CONTEXT_BLOCK, *cached.shape[3:])
+        key_at = index * CONTEXT_BLOCK + jnp.arange(CONTEXT_BLOCK)
+        is_context = key_at < lengths[:, None]
+        cached = jnp.where(is_context.reshape(*is_context.shape, *(1,) * (cached.ndim - 2)), cached, 0)
+        visible = jnp.broadcast_to(is_context[:, None], (*at.shape, CONTEXT_BLOCK))
+        if config.sliding_window is not None:
+            visible &= at[..., None] - key_at < config.sliding_window
+        return _add(softmax, query, _wide_keys(cached, heads, config, parallel), visible)
+
+    values = config.kv_lora_rank if config.attention == "mla" else config.head_dim
+    empty = RunningSoftmax.empty((rows, groups, members, block), values, query.dtype)
+    return lax.fori_loop(first_block, end_block, visit, empty)
+
+
 def block_hidden(
     params: Tree,
     embed: Float[Array, "X D"],
@@ -37,37 +71,22 @@ def block_hidden(
     page_table: Int[Array, "R P"],
     live: Bool[Array, "R"],
     parallel: Parallel,
+    over_context: Callable = attend_context,
 ) -> Float[Array, "R block D"]:
     """Hidden rows behind the final norm; zeros for rows that are not live, whose pages are not read.
 
     `embed` is this rank's share of the target's table, `anchors` are token ids at `positions`, which are the lengths of
-    the contexts. Pages are read only. Softmax and its sums are wide.
+    the contexts. Pages are read only. Softmax and its sums are wide. `over_context` does what `attend_context` does.
     """
     dtype = params["norm"].dtype
     lengths = jnp.where(live, positions, 0)
     at = draft_layers.block_positions(lengths, config)
     sees_own = visible_own(config)
-    first_block, end_block = _visited(lengths, live, config)
 
     def attend(layer: int, weights: Tree, q, own):
-        heads = q.shape[-2]
-        mine = _wide_keys(own, heads, config, parallel)
+        mine = _wide_keys(own, q.shape[-2], config, parallel)
         query = draft_attention.stored_queries(weights, q, mine.keys.shape[-2], config)
-
-        def visit(index, softmax: RunningSoftmax) -> RunningSoftmax:
-            cached = pages.entries[layer, block_pages(page_table, index)]
-            cached = cached.reshape(cached.shape[0], CONTEXT_BLOCK, *cached.shape[3:])
-            key_at = index * CONTEXT_BLOCK + jnp.arange(CONTEXT_BLOCK)
-            is_context = key_at < lengths[:, None]
-            cached = jnp.where(is_context.reshape(*is_context.shape, *(1,) * (cached.ndim - 2)), cached, 0)
-            visible = jnp.broadcast_to(is_context[:, None], (*at.shape, CONTEXT_BLOCK))
-            if config.sliding_window is not None:
-                visible &= at[..., None] - key_at < config.sliding_window
-            return _add(softmax, query, _wide_keys(cached, heads, config, parallel), visible)
-
-        batch, block, groups, members, _ = query.shape
-        empty = RunningSoftmax.empty((batch, groups, members, block), mine.values.shape[-1], query.dtype)
-        softmax = lax.fori_loop(first_block, end_block, visit, empty)
+        softmax = over_context(query, pages, layer, page_table, lengths, live, config, parallel)
         mixed = _add(softmax, query, mine, sees_own[None]).value()
         return draft_attention.from_stored(weights, jnp.moveaxis(mixed, 3, 1), config)
 

@@ -299,6 +299,7 @@ def _propose(
             rows.page_table[at],
             wants,
             parallel,
+            ops.draft_attend,
         )
 
         def choose(logits, index):

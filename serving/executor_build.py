@@ -160,6 +160,7 @@ def _choose_ops(
         config=model_config,
         dtype=dtype,
         drafts=drafting.tokens if drafting else None,
+        draft=drafting.config if drafting else None,
         rollback=drafting.rollback if drafting else "replay",
         expert_width=model_config.moe_intermediate_size // (1 if parallel.whole_experts else parallel.degree),
         num_ranks=parallel.degree,

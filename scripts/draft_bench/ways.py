@@ -141,7 +141,10 @@ def build(
     )
     device = mesh.devices.flat[0]
     situation = dataclasses.replace(
-        target.situation(device), drafts=drafting.tokens if drafting else None, rollback=rollback
+        target.situation(device),
+        drafts=drafting.tokens if drafting else None,
+        draft=drafting.config if drafting else None,
+        rollback=rollback,
     )
     ops, choices = dispatch.choose(situation, target.kernels)
     program = StepProgram(

@@ -30,8 +30,17 @@ CONFIG = mini_config(
     num_experts=128,
     num_experts_per_token=4,
 )
+DRAFT = draft_config(
+    "gqa",
+    vocab_size=CONFIG.vocab_size,
+    mask_token_id=95,
+    hidden_size=CONFIG.hidden_size,
+    target_hidden_size=CONFIG.hidden_size,
+    head_dim=64,
+    taps=(0, 2),
+)
 HOPPER = dispatch.Situation(
-    platform="gpu", config=CONFIG, dtype=jnp.dtype(jnp.bfloat16), compute_capability=9.0, drafts=4
+    platform="gpu", config=CONFIG, dtype=jnp.dtype(jnp.bfloat16), compute_capability=9.0, drafts=4, draft=DRAFT
 )
 
 
@@ -65,7 +74,7 @@ def test_a_kernel_that_is_held_back_does_not_run_whoever_asks(kernels):
 @pytest.mark.parametrize(
     ("changes", "refused", "reason"),
     [
-        ({"drafts": None}, {"kda_verify", "kda_commit", "mla_verify"}, "nothing is drafted"),
+        ({"drafts": None}, {"kda_verify", "kda_commit", "mla_verify", "draft_attend"}, "nothing is drafted"),
         ({"config": dataclasses.replace(CONFIG, gate_lower_bound=-4.0)}, {"kda_prefill"}, "lower bound is -4.0"),
         ({"rollback": "snapshot"}, {"kda_verify", "kda_commit"}, "snapshots"),
         ({"drafts": 16}, {"kda_verify", "kda_commit", "mla_verify"}, "17 tokens"),
@@ -77,7 +86,8 @@ def test_a_kernel_that_is_held_back_does_not_run_whoever_asks(kernels):
         ({"expert_width": 64}, {"routed_experts", "finish_rows"}, "64, is no multiple"),
         ({"config": dataclasses.replace(CONFIG, num_experts=96)}, {"route"}, "96 experts"),
         ({"has_mxfp4_experts": False}, {"routed_experts", "finish_rows"}, "not in MXFP4"),
-        ({"num_ranks": 8}, {"keep_threshold", "logprobs"}, "8 ranks"),
+        ({"num_ranks": 8}, {"keep_threshold", "logprobs", "draft_attend"}, "8 ranks"),
+        ({"draft": None}, {"draft_attend"}, "nothing is known"),
     ],
 )
 def test_an_op_without_a_kernel_runs_its_reference_and_says_why(changes, refused, reason):
@@ -94,7 +104,7 @@ def test_an_op_without_a_kernel_runs_its_reference_and_says_why(changes, refused
         ({"platform": "cpu"}, "need a GPU"),
         ({"compute_capability": 8.0}, "8.0"),
         ({"dtype": jnp.dtype(jnp.float32)}, "float32"),
-        ({"config": mini_config()}, "heads are 16 wide"),
+        ({"config": mini_config(), "draft": None}, "heads are 16 wide"),
     ],
 )
 def test_asking_for_kernels_where_none_can_run_is_refused_with_the_reason(changes, reason):
@@ -159,26 +169,18 @@ def test_an_operand_that_is_written_in_place_and_read_later_is_found():
 @pytest.mark.usefixtures("nothing_held_back")
 @pytest.mark.parametrize("drafts", [0, 4])
 def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
-    draft = draft_config(
-        "gqa",
-        vocab_size=CONFIG.vocab_size,
-        mask_token_id=95,
-        hidden_size=CONFIG.hidden_size,
-        target_hidden_size=CONFIG.hidden_size,
-        taps=(0, 2),
-    )
     situation = dataclasses.replace(HOPPER, drafts=drafts or None)
     ops, _ = dispatch.choose(situation, "pallas")
     mesh = make_mesh()
     program = programs.StepProgram(
         config=CONFIG,
         cache_shape=CacheShape(num_rows=4, num_pages=9, num_slots=9, pages_per_row=4),
-        tree=expert_load.repacked_tree(params.abstract(CONFIG)) | ({"draft": abstract_draft(draft)} if drafts else {}),
+        tree=expert_load.repacked_tree(params.abstract(CONFIG)) | ({"draft": abstract_draft(DRAFT)} if drafts else {}),
         dtype=jnp.dtype(jnp.bfloat16),
         mesh=mesh,
         parallel=parallel_of(mesh),
         ops=ops,
-        drafting=Drafting(config=draft, tokens=drafts) if drafts else None,
+        drafting=Drafting(config=DRAFT, tokens=drafts) if drafts else None,
     )
     for prefill_tokens in (0, 64):
         shape = program.shape_of(rows=4, prefill_tokens=prefill_tokens)
@@ -192,6 +194,7 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
         in_router = 2 * CONFIG.num_moe_layers
         in_experts = 4 * CONFIG.num_moe_layers  # rows placed, two products, the sum
         around = 1 + 2  # slot copies; thresholds and best tokens
+        around += DRAFT.num_hidden_layers if drafts else 0
         assert text.count("custom_call @mosaic_gpu") == around + in_mixers + between + in_router + in_experts
         assert operands_used_twice(lowered) == []
         given = arguments[1]  # the pools
