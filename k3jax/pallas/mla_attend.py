@@ -5,9 +5,10 @@ the scores in base 2, both products have the queries on the short side of wgmma:
 
     S^T = C Q^T [64, n]        O^T <- O^T 2^(m_old - m_new) + C_V^T 2^(c S^T - m_new) [V, n]
 
-so n of 8 to 32 costs only that much. A warpgroup has queries of its own and shares nothing with the other but the
-pages; what one waits for the other computes meanwhile. One more warpgroup fetches pages and queries, ahead over units
-of work (`mla_plan`); blocks are persistent. Maximum m and sum l of every query go beside its unfinished output.
+so n of 8 to 64 costs only that much. One warpgroup has scores and softmax. Up to 32 queries it has the sums O too; of
+more it has half of the channels, and a second one the other half, by weights out of shared memory. One more warpgroup
+fetches pages and queries, ahead over units of work (`mla_plan`); blocks are persistent. Maximum m and sum l of every
+query go beside its unfinished output.
 
 Tokens behind the last are masked in the scores and zeros as values: what a page held before may be NaN.
 """
@@ -64,7 +65,7 @@ class AttendShape:
 
     def outputs(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Unfinished outputs [R, tiles, splits, n, V] and (m, l) [R, tiles, 2, n, splits]; both float32."""
-        columns, of_row = self.tiles.block_columns, (self.rows, self.tiles.tiles)
+        columns, of_row = self.tiles.columns, (self.rows, self.tiles.tiles)
         return (
             jax.ShapeDtypeStruct((*of_row, self.grid.splits, columns, self.rank), jnp.float32),
             jax.ShapeDtypeStruct((*of_row, 2, columns, self.padded_splits), jnp.float32),
@@ -73,17 +74,21 @@ class AttendShape:
 
 def _scratch(shape: AttendShape) -> dict:
     tiles = shape.tiles
-    return {
-        "queries": swizzled((tiles.warpgroups, tiles.columns, shape.width), jnp.bfloat16),
+    scratch = {
+        "queries": swizzled((tiles.columns, shape.width), jnp.bfloat16),
         "pages": swizzled((_STAGES, PAGE_SIZE, shape.width), jnp.bfloat16),
-        "weights": swizzled((tiles.warpgroups, tiles.columns, PAGE_SIZE), jnp.bfloat16),
-        "sums": plgpu.SMEM((tiles.warpgroups, WARPS, tiles.columns), jnp.float32),
-        "queries_ready": plgpu.Barrier(num_arrivals=tiles.warpgroups),
-        "queries_taken": plgpu.Barrier(num_arrivals=tiles.warpgroups),
+        "weights": swizzled((tiles.columns, PAGE_SIZE), jnp.bfloat16),
+        "sums": plgpu.SMEM((WARPS, tiles.columns), jnp.float32),
+        "queries_ready": plgpu.Barrier(),
+        "queries_taken": plgpu.Barrier(),
         "ready": plgpu.Barrier(num_barriers=_STAGES),
         "taken": plgpu.Barrier(num_arrivals=tiles.warpgroups, num_barriers=_STAGES),
         "tail_loaded": plgpu.Barrier(),
     }
+    if tiles.warpgroups > 1:
+        scratch["shrink"] = plgpu.SMEM((tiles.columns,), jnp.float32)
+        scratch |= {name: plgpu.Barrier() for name in ("shrink_ready", "weights_ready", "weights_taken")}
+    return scratch
 
 
 class _Block:
@@ -110,8 +115,7 @@ class _Block:
 
     def produce(self) -> None:
         """Fetch every unit's queries and pages."""
-        s, shape = self.s, self.shape
-        first_page_of_layer = self.layer[0]
+        s, first_page_of_layer = self.s, self.layer[0]
 
         def fetch_unit(turn, carry):
             found, fetched = carry
@@ -138,9 +142,7 @@ class _Block:
                 @pl.when(index == 0)
                 def _():
                     pl.when(turn > 0)(lambda: plgpu.barrier_wait(s["queries_taken"]))
-                    for own in range(shape.tiles.warpgroups):
-                        own_queries = self.queries.at[row, tile, own]
-                        plgpu.copy_gmem_to_smem(own_queries, s["queries"].at[own], s["queries_ready"])
+                    plgpu.copy_gmem_to_smem(self.queries.at[row, tile], s["queries"], s["queries_ready"])
 
                 @pl.when(is_short)
                 def _():
@@ -176,27 +178,52 @@ class _Block:
 
         lax.fori_loop(0, self.shape.rank // _BANK, clear, None)
 
-    def consume(self) -> None:
-        """Attend with this warpgroup's queries of every unit."""
-        s, shape, own = self.s, self.shape, self.warpgroup
-        columns, rank = shape.tiles.columns, shape.rank
-        queries, sums, weights = s["queries"].at[own], s["sums"].at[own], s["weights"].at[own]
+    def by_column(self, x, rows: int = PAGE_SIZE):
+        return lax.broadcast_in_dim(x, (rows, self.shape.tiles.columns), [1])
 
-        def by_column(x, rows: int = PAGE_SIZE):
-            return lax.broadcast_in_dim(x, (rows, columns), [1])
+    @property
+    def channels(self) -> int:
+        """Channels of the sums that a warpgroup has."""
+        return self.shape.rank // self.shape.tiles.warpgroups
 
-        def full(shape, value, layout):
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    def visit_units(self, attend) -> None:
+        """Call `attend` with each of this block's units and the number of pages before it."""
 
-        def attend(turn, carry):
-            found, fetched = carry
-            row_tile, split, _first_page, num_pages, limit, _tail, _page, num_queries = found
-            row, tile = self.row_and_tile(row_tile)
+        def visit(turn, carry):
+            found, visited = carry
             following = self.look_up(turn + 1)
-            first_column = tile * shape.tiles.block_columns + own * columns
+            attend(found, visited)
+            return following, visited + found[UNIT_FIELDS.index("num_pages")]
+
+        _, visited = lax.fori_loop(0, self.num_units, visit, (self.look_up(0), jnp.int32(0)))
+        if self.shape.tiles.warpgroups > 1:  # what is taken last nobody waits for otherwise
+            pl.when((self.warpgroup == 0) & (visited > 0))(lambda: plgpu.barrier_wait(self.s["weights_taken"]))
+
+    def add_values(self, total, page, own: int):
+        """Add a page's values in this warpgroup's channels by the weights in shared memory."""
+        channels = pl.ds(own * self.channels, self.channels)
+        return multiply_onto(total, page.at[:, channels].T, self.s["weights"].T, self.is_interpreted)
+
+    def store_total(self, total, found, own: int) -> None:
+        row_tile, split, *_, num_queries = found
+        row, tile = self.row_and_tile(row_tile)
+        target = self.partial.at[row, tile, split, :, pl.ds(own * self.channels, self.channels)]
+        store_transposed(target, total, num_queries - tile * self.shape.tiles.columns, self.is_interpreted)
+
+    def lead(self) -> None:
+        """Scores, softmax and the first channels of the sums."""
+        s, shape = self.s, self.shape
+        columns = shape.tiles.columns
+        is_alone = shape.tiles.warpgroups == 1
+        sums, weights = s["sums"], s["weights"]
+        by_column = self.by_column
+
+        def attend(found, visited) -> None:
+            row_tile, split, _first_page, num_pages, limit, _tail, _page, _num_queries = found
+            row, tile = self.row_and_tile(row_tile)
 
             def masked(scores, index):  # rarely needed: what it takes is not kept over the loop
-                column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLUMN) + first_column
+                column = plgpu.broadcasted_iota(jnp.int32, (columns,), 0, layout=COLUMN) + tile * columns
                 last_seen = limit - index * PAGE_SIZE + lax.div(column, jnp.int32(shape.heads))
                 token = plgpu.broadcasted_iota(jnp.int32, (PAGE_SIZE, columns), 0, layout=WGMMA)
                 return jnp.where(token <= by_column(last_seen), scores, -jnp.inf)
@@ -205,8 +232,12 @@ class _Block:
 
             def visit(index, softmax):
                 total, top, mass = softmax
-                stage = lax.rem(fetched + index, jnp.int32(_STAGES))
+                number = visited + index
+                stage = lax.rem(number, jnp.int32(_STAGES))
                 page = s["pages"].at[stage]
+                # Of what stays the same over pages the compiler would keep 36 addresses in registers it lacks.
+                zero = lax.shift_right_logical(number, jnp.int32(27)) & 8
+                queries = s["queries"].at[pl.ds(pl.multiple_of(zero, 8), columns)]
                 plgpu.barrier_wait(s["ready"].at[stage])
 
                 def score(accumulator):
@@ -220,39 +251,70 @@ class _Block:
                 new_top = jnp.maximum(top, shape.scale * maximum_of_columns(scores, sums, self.is_interpreted))
                 safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
                 shrink = jnp.exp2(top - safe)
+                if not is_alone:
+                    pl.when(number > 0)(lambda: plgpu.barrier_wait(s["weights_taken"]))
+                    s["shrink"][...] = shrink
+                    plgpu.barrier_arrive(s["shrink_ready"])
                 shares = jnp.exp2(shape.scale * scores - by_column(safe))
-                rounded = shares.astype(jnp.bfloat16)
-                weights.T[...] = plgpu.layout_cast(rounded, plgpu.Layout.WGMMA_TRANSPOSED)
+                weights.T[...] = plgpu.layout_cast(shares.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
                 mass = mass * shrink + sum_own_rows(shares, self.is_interpreted)
-                total = total * by_column(shrink, rank)
-                plgpu.commit_smem()
-                total = multiply_onto(total, page.at[:, pl.ds(0, rank)].T, weights.T, self.is_interpreted)
+                if not is_alone:
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(s["weights_ready"])
+                total = total * by_column(shrink, self.channels)
+                if is_alone:  # the products wait for the slowest warp's weights
+                    plgpu.commit_smem()
+                total = self.add_values(total, page, 0)
                 plgpu.barrier_arrive(s["taken"].at[stage])
                 return total, new_top, mass
 
             empty = (
-                full((rank, columns), 0.0, WGMMA),
-                full((columns,), -jnp.inf, COLUMN),
-                full((columns,), 0.0, COLUMN),
+                _full((self.channels, columns), 0.0, WGMMA),
+                _full((columns,), -jnp.inf, COLUMN),
+                _full((columns,), 0.0, COLUMN),
             )
             total, top, mass = lax.fori_loop(0, num_pages, visit, empty)
             plgpu.commit_smem()  # the scratch of sums has been read by everybody
             mass = sum_over_threads(mass, sums, self.is_interpreted)
-            of_block = pl.ds(pl.multiple_of(own * columns, columns), columns)
-            live = num_queries - first_column
-            store_transposed(self.partial.at[row, tile, split, of_block], total, live, self.is_interpreted)
+            self.store_total(total, found, 0)
             for kind, value in enumerate((top, mass)):
-                store_columns(self.statistics.at[row, tile, kind, of_block, split], value, self.is_interpreted)
+                store_columns(self.statistics.at[row, tile, kind, :, split], value, self.is_interpreted)
             plgpu.commit_smem()  # and so it has been now
-            return following, fetched + num_pages
 
-        lax.fori_loop(0, self.num_units, attend, (self.look_up(0), jnp.int32(0)))
+        self.visit_units(attend)
+
+    def follow(self) -> None:
+        """The other channels of the sums."""
+        s, columns = self.s, self.shape.tiles.columns
+
+        def attend(found, visited) -> None:
+            num_pages = found[UNIT_FIELDS.index("num_pages")]
+
+            def visit(index, total):
+                stage = lax.rem(visited + index, jnp.int32(_STAGES))
+                plgpu.barrier_wait(s["ready"].at[stage])
+                plgpu.barrier_wait(s["shrink_ready"])
+                total = total * self.by_column(plgpu.load(s["shrink"], layout=COLUMN), self.channels)
+                plgpu.barrier_wait(s["weights_ready"])
+                total = self.add_values(total, s["pages"].at[stage], 1)
+                plgpu.barrier_arrive(s["taken"].at[stage])
+                plgpu.barrier_arrive(s["weights_taken"])
+                return total
+
+            total = lax.fori_loop(0, num_pages, visit, _full((self.channels, columns), 0.0, WGMMA))
+            self.store_total(total, found, 1)
+
+        self.visit_units(attend)
+
+
+def _full(shape: tuple[int, ...], value: float, layout) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
 @functools.cache
 def attend_kernel(shape: AttendShape, interpret=None):
-    """Build the kernel: (units, num_units, first page of the layer [1], queries [R, tiles, warpgroups, n, L], page
-    table [R, P], pool [pages of all layers, 64, L]) -> `AttendShape.outputs`, written for the units' splits only.
+    """Build the kernel: (units, num_units, first page of the layer [1], queries [R, tiles, n, L], page table [R, P],
+    pool [pages of all layers, 64, L]) -> `AttendShape.outputs`, written for the units' splits only.
     """
     warpgroups = shape.tiles.warpgroups
 
@@ -269,7 +331,8 @@ def attend_kernel(shape: AttendShape, interpret=None):
         def _():
             if warpgroups > 1:
                 plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            block.consume()
+                pl.when(block.warpgroup == 1)(block.follow)
+            pl.when(block.warpgroup == 0)(block.lead)
 
     return plgpu.kernel(
         entry,

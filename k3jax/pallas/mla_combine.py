@@ -27,7 +27,7 @@ def combine_kernel(shape: AttendShape, max_tokens: int, num_tokens: int, clears:
 
     Only rows of live queries are written; with `clears` zeros for the others, whose places are then their row's.
     """
-    heads, rank, columns = shape.heads, shape.rank, shape.tiles.block_columns
+    heads, rank, columns = shape.heads, shape.rank, shape.tiles.columns
     warpgroups = 1 if shape.grid.splits <= _FEW_SPLITS else 4
     by_channel = plgpu.Layout.WG_STRIDED((rank,), rank // 128)
     by_split = plgpu.Layout.WG_STRIDED((shape.padded_splits,), 1)

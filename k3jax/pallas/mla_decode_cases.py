@@ -63,7 +63,7 @@ CASES = (
         rows=((190, 9), (64, 2)),
         max_tokens=9,
         heads=3,
-        tiles=MlaTiles(columns=16, warpgroups=2, tiles=1),
+        tiles=MlaTiles(columns=16, warpgroups=2, tiles=2),
         blocks=1,
     ),
     MlaCase(  # so many that several warpgroups bring them together

@@ -18,8 +18,7 @@ from jaxtyping import Array, Int
 
 from k3jax.cache import PAGE_SIZE, Leaf
 
-MAX_COLUMNS = 32  # queries of a warpgroup: sums of 512 channels take four registers each
-WARPGROUPS = 2  # of a block at most, besides the one that fetches
+MAX_COLUMNS = {1: 32, 2: 64}  # queries of a block, by how many warpgroups have its 512 sums of each in registers
 PARTIAL_BYTES = 512e6  # that partial results of a step may take
 _FINE_PAGES = 128  # 8,192 tokens
 _COLUMN_MULTIPLE = 8  # what wgmma multiplies at least
@@ -29,31 +28,28 @@ _COLUMN_MULTIPLE = 8  # what wgmma multiplies at least
 class MlaTiles:
     """How a row's queries are divided."""
 
-    columns: int  # queries of a warpgroup
-    warpgroups: int  # of a block
+    columns: int  # queries of a block
+    warpgroups: int  # of a block, besides the one that fetches
     tiles: int  # blocks that share a row's queries
 
     def __post_init__(self) -> None:
-        if self.columns % _COLUMN_MULTIPLE or not 0 < self.columns <= MAX_COLUMNS:
-            raise ValueError(f"columns={self.columns} must be a multiple of {_COLUMN_MULTIPLE} up to {MAX_COLUMNS}")
-        if not 1 <= self.warpgroups <= WARPGROUPS:
-            raise ValueError(f"warpgroups={self.warpgroups} must lie in 1..{WARPGROUPS}")
-
-    @property
-    def block_columns(self) -> int:
-        return self.columns * self.warpgroups
+        if self.warpgroups not in MAX_COLUMNS:
+            raise ValueError(f"warpgroups={self.warpgroups} must be one of {sorted(MAX_COLUMNS)}")
+        most = MAX_COLUMNS[self.warpgroups]
+        if self.columns % _COLUMN_MULTIPLE or not 0 < self.columns <= most:
+            raise ValueError(f"columns={self.columns} must be a multiple of {_COLUMN_MULTIPLE} up to {most}")
 
     @property
     def row_columns(self) -> int:
         """Queries of a row, padding included."""
-        return self.block_columns * self.tiles
+        return self.columns * self.tiles
 
 
 def tiles_for(queries: int) -> MlaTiles:
     """Tiles for up to `queries` queries a row: one warpgroup where it can hold them all, otherwise two."""
-    warpgroups = 1 if queries <= MAX_COLUMNS else WARPGROUPS
-    tiles = -(-queries // (MAX_COLUMNS * warpgroups))
-    columns = -(-queries // (tiles * warpgroups * _COLUMN_MULTIPLE)) * _COLUMN_MULTIPLE
+    warpgroups = 1 if queries <= MAX_COLUMNS[1] else 2
+    tiles = -(-queries // MAX_COLUMNS[warpgroups])
+    columns = -(-queries // (tiles * _COLUMN_MULTIPLE)) * _COLUMN_MULTIPLE
     return MlaTiles(columns=columns, warpgroups=warpgroups, tiles=tiles)
 
 
@@ -81,7 +77,7 @@ def grid_for(rows: int, pages: int, tiles: MlaTiles, rank: int, finest: int | No
     """
     bytes_a_split = rows * tiles.row_columns * rank * 4
     room = max(4, int(PARTIAL_BYTES // bytes_a_split))
-    is_wide = tiles.row_columns > MAX_COLUMNS
+    is_wide = tiles.warpgroups > 1
     finest = finest or next(size for limit, size in ((8, 2), (32, 4), (1 << 30, 16)) if rows <= limit) * (
         2 if is_wide else 1
     )
@@ -137,7 +133,7 @@ def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaT
     tokens = jnp.where(rows.count > 0, rows.first + rows.count, 0)
     pages = (tokens + PAGE_SIZE - 1) // PAGE_SIZE
     splits = jnp.sum(bounds[:-1] < pages[:, None], axis=1, dtype=jnp.int32)
-    row_tiles = (rows.count * heads + tiles.block_columns - 1) // tiles.block_columns
+    row_tiles = (rows.count * heads + tiles.columns - 1) // tiles.columns
     ends = jnp.cumsum(splits * row_tiles, dtype=jnp.int32)
     unit = jnp.arange(num_rows * grid.splits * tiles.tiles, dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(ends <= unit[:, None], axis=1, dtype=jnp.int32), num_rows - 1)
@@ -157,7 +153,7 @@ def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaT
 
 
 def padded_queries(query: Array, rows: Rows, tiles: MlaTiles, max_tokens: int) -> jax.Array:
-    """Queries [N, H, L] of the packed tokens by row: [R, tiles, warpgroups, columns, L], anything behind a row's."""
+    """Queries [N, H, L] of the packed tokens by row: [R, tiles, columns, L], anything behind a row's."""
     heads, width = query.shape[1:]
     if max_tokens == 1 and query.shape[0] == rows.count.shape[0]:
         by_row = query
@@ -166,4 +162,4 @@ def padded_queries(query: Array, rows: Rows, tiles: MlaTiles, max_tokens: int) -
         by_row = query[token]
     by_row = by_row.reshape(rows.count.shape[0], max_tokens * heads, width)
     by_row = jnp.pad(by_row, ((0, 0), (0, tiles.row_columns - max_tokens * heads), (0, 0)))
-    return by_row.reshape(-1, tiles.tiles, tiles.warpgroups, tiles.columns, width)
+    return by_row.reshape(-1, tiles.tiles, tiles.columns, width)

@@ -105,7 +105,7 @@ def measure(batch: int, context: int, heads: int, queries: int, finest: int | No
     pool = torch.empty(layers * pages, PAGE_SIZE, WIDTH, device="cuda", dtype=torch.bfloat16).normal_()
     table = np.zeros((rows, table_pages), np.int32)
     table[:batch, :own_pages] = 1 + np.random.default_rng(0).permutation(batch * own_pages).reshape(batch, own_pages)
-    query = torch.randn(rows, tiles.tiles, tiles.warpgroups, tiles.columns, WIDTH, device="cuda").bfloat16()
+    query = torch.randn(rows, tiles.tiles, tiles.columns, WIDTH, device="cuda").bfloat16()
     attend = plgpu.as_torch_kernel(attend_kernel(shape))
     combine = plgpu.as_torch_kernel(combine_kernel(shape, queries, rows * queries, queries == 1))
 
