@@ -20,6 +20,7 @@ from serving.option_types import OneLineParser, json_lines  # noqa: E402
 BENCHES = pathlib.Path(__file__).resolve().parent / "bench"
 OPS = (
     "attn-res",
+    "draft-attend",
     "experts",
     "experts-triton",
     "gemm",

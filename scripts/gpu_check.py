@@ -7,6 +7,7 @@ machine, wherever the CPU's smallest margin between the two best tokens exceeds 
 rounding and are only counted.
 kda-decode, kda-verify (with commit), short-conv: every case of their `*_cases.py` in `k3jax/pallas/`, fresh random
 inputs, poisoned pools, against float64; for decode also slots beyond 2^31 elements and 10,000 steps.
+draft-attend: every case of `k3jax/pallas/draft_attend_cases.py`, NaN wherever no row looks, against float64.
 slot-copy: every case of `k3jax/pallas/slot_copy_cases.py`, every bit of both pools.
 kda-prefill: every case of `k3jax/pallas/kda_cases.py`, fresh random inputs, every tiling, against float64; exports bit
 for bit. kda-prefill-op: the same kernels behind the step's op, every case of `k3jax/pallas/kda_prefill_op_cases.py`.
@@ -43,6 +44,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "short-conv": ("kda_decode", "check_conv"),
     "experts": ("experts", "check_experts"),
     "experts-triton": ("experts_triton", "check_experts_triton"),
+    "draft-attend": ("draft_attend", "check_draft_attend"),
     "attn-res": ("attn_res", "check_attn_res"),
     "mla-decode": ("mla_decode", "check_mla_decode"),
     "moe-tail": ("moe_tail", "check_moe_tail"),

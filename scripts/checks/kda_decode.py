@@ -58,12 +58,12 @@ def check_conv() -> bool:
 
 def check_slot_copy() -> bool:
     """Every case of slot copies, with two and with four warpgroups a block."""
-    cases = (*slot_copy_cases.CASES, *slot_copy_cases.GPU_CASES)
-    tilings = (slot_copy.CopyTiles(warpgroups=warpgroups) for warpgroups in (2, 4))
+    *cases, far = (*slot_copy_cases.CASES, *slot_copy_cases.GPU_CASES)
+    tilings = [slot_copy.CopyTiles(warpgroups=warpgroups) for warpgroups in (2, 4)]
     passed = [
         _report(f"slot copy, {case.name}, {tiles.warpgroups} warpgroups", slot_copy_cases.run(case, _rng(), tiles))
-        for tiles in tilings
-        for case in cases
+        for tiles, of_tiles in zip(tilings, ([*cases, far], cases), strict=True)
+        for case in of_tiles
     ]
     return all(passed)
 

@@ -43,6 +43,7 @@ OPTIONS = {  # script: option, values that it must refuse
         "--seed": ("-1", "x"),
     },
     "bench/attn_res.py": {"--tokens": WHOLE, "--snapshots": WHOLE},
+    "bench/draft_attend.py": {"--rows": WHOLE, "--context": (*WHOLE, "65537"), "--splits": WHOLE},
     "bench/experts.py": {"--tokens": WHOLE, "--peers": ("no/such/file",)},
     "bench/experts_triton.py": {"--tokens": WHOLE},
     "bench/gemm.py": {"--rows": WHOLE, "--shapes": ("64", "64x", "x64", "0x64", "64x64x64")},
