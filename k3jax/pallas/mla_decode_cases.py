@@ -151,6 +151,12 @@ def worst_error(expected: np.ndarray, got) -> float:
 
 def call(case: MlaCase, inputs: MlaInputs, interpret=None) -> np.ndarray:
     """One call of the kernels."""
+    arrays = (jnp.asarray(x) for x in (inputs.table, inputs.pool))
+    run = _compiled(case) if interpret is None else _jitted(case, interpret)
+    return np.asarray(run(jnp.asarray(inputs.query), inputs.rows(), *arrays)).astype(np.float32)
+
+
+def _jitted(case: MlaCase, interpret=None):
     run = functools.partial(
         attend_paged,
         layer=LAYER,
@@ -163,8 +169,10 @@ def call(case: MlaCase, inputs: MlaInputs, interpret=None) -> np.ndarray:
         blocks=case.blocks,
         interpret=interpret,
     )
-    arrays = (jnp.asarray(x) for x in (inputs.table, inputs.pool))
-    return np.asarray(jax.jit(run)(jnp.asarray(inputs.query), inputs.rows(), *arrays)).astype(np.float32)
+    return jax.jit(run)
+
+
+_compiled = functools.cache(_jitted)  # many calls of a case compile it once
 
 
 def run(case: MlaCase, rng: np.random.Generator, interpret=None) -> float:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from k3jax.cache import PAGE_SIZE, Leaf
 
 MAX_COLUMNS = {1: 32, 2: 64}  # queries of a block, by how many warpgroups have its 512 sums of each in registers
-PARTIAL_BYTES = 512e6  # that partial results of a step may take
+PARTIAL_BYTES = 1e9  # that partial results of a step may take
 _FINE_PAGES = 128  # 8,192 tokens
 _COLUMN_MULTIPLE = 8  # what wgmma multiplies at least
 
