@@ -21,6 +21,7 @@ from k3jax.cache import PAGE_SIZE, Leaf
 MAX_COLUMNS = {1: 32, 2: 64}  # queries of a block, by how many warpgroups have its 512 sums of each in registers
 PARTIAL_BYTES = 1e9  # that partial results of a step may take
 _FINE_PAGES = 128  # 8,192 tokens
+_LEAST_SPLITS = 8  # of a whole table, however short
 _COLUMN_MULTIPLE = 8  # what wgmma multiplies at least
 
 
@@ -72,15 +73,15 @@ class SplitGrid:
 def grid_for(rows: int, pages: int, tiles: MlaTiles, rank: int, finest: int | None = None) -> SplitGrid:
     """Splits for a bucket of `rows` rows of up to `pages` pages; `finest` pages in the first, if it is given.
 
-    Many queries leave large partial results and take long for a page: their splits are coarser. They are coarser still
-    where `PARTIAL_BYTES` have no room for them.
+    Many rows are enough work as they are: their splits are coarser, with many queries even more so, which leave large
+    partial results. All are coarser still where `PARTIAL_BYTES` have no room for them.
     """
     bytes_a_split = rows * tiles.row_columns * rank * 4
     room = max(4, int(PARTIAL_BYTES // bytes_a_split))
-    is_wide = tiles.warpgroups > 1
-    finest = finest or next(size for limit, size in ((8, 2), (32, 4), (1 << 30, 16)) if rows <= limit) * (
-        2 if is_wide else 1
-    )
+    most = 16 if tiles.warpgroups == 1 else 32
+    if finest is None:
+        finest = next(size for limit, size in ((8, 4), (32, 8), (1 << 30, most)) if rows <= limit)
+        finest = min(finest, max(1, pages // _LEAST_SPLITS))
     while True:
         grid = _grid(finest, pages)
         if grid.splits <= room or finest >= pages:
