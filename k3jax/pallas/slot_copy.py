@@ -38,18 +38,18 @@ class CopyTiles:
 
 @functools.cache
 def copy_kernel(layers: int, heads: int, num_pairs: int, history: int, tiles: CopyTiles, interpret=None):
-    """Build the kernel: (following [N + 1], sources [N], targets [N], state ref, tail ref). A tail has `history`
+    """Build the kernel: (following [N + 1], sources and targets [2, N], state ref, tail ref). A tail has `history`
     rows."""
     layout = channels.state_layout(32)
     share = HEAD_DIM // tiles.warpgroups
 
-    def body(following, sources, targets, states, tails):
+    def body(following, pairs, states, tails):
         layer, head, warpgroup = (lax.axis_index(name) for name in ("layer", "head", "warpgroup"))
         rows = pl.ds(warpgroup * share, share)
         lanes = pl.ds(head * HEAD_DIM, HEAD_DIM)
 
         def copy(pair):
-            source, target = sources[pair], targets[pair]
+            source, target = pairs[0, pair], pairs[1, pair]
             state = plgpu.load(states.at[layer, source, head, rows], layout=layout, optimized=False)
             states[layer, target, head, rows] = state
 
@@ -80,7 +80,7 @@ def following(marked: Bool[Array, "N"]) -> Int[Array, "N+1"]:
     count = marked.shape[0]
     pairs = jnp.arange(count, dtype=jnp.int32)
     is_behind = pairs >= jnp.arange(count + 1, dtype=jnp.int32)[:, None]
-    return jnp.min(jnp.where(marked & is_behind, pairs, count), axis=1, initial=count)
+    return jnp.min(jnp.where(marked & is_behind, pairs, count), axis=1)
 
 
 def slot_copy_pallas(
@@ -94,14 +94,13 @@ def slot_copy_pallas(
     interpret=None,
 ) -> tuple[Float[Array, "L S H V K"], Float[Array, "L S J 3 W"]]:
     """Both pools with the marked pairs copied in their order, in place when the pools are donated."""
-    pairs = following(marked), sources.astype(jnp.int32), targets.astype(jnp.int32)
-    return copy_chain(*pairs, state_pool, conv_pool, tiles=tiles, interpret=interpret)
+    pairs = jnp.stack([sources, targets]).astype(jnp.int32)
+    return copy_chain(following(marked), pairs, state_pool, conv_pool, tiles=tiles, interpret=interpret)
 
 
 def copy_chain(
     following: Int[Array, "N+1"],
-    sources: Int[Array, "N"],
-    targets: Int[Array, "N"],
+    pairs: Int[Array, "2 N"],
     state_pool: Float[Array, "L S H V K"],
     conv_pool: Float[Array, "L S J 3 W"],
     *,
@@ -110,9 +109,9 @@ def copy_chain(
 ) -> tuple[Float[Array, "L S H V K"], Float[Array, "L S J 3 W"]]:
     """The kernel alone, for the pairs of a chain."""
     layers, _, heads = state_pool.shape[:3]
-    kernel = copy_kernel(layers, heads, sources.shape[0], conv_pool.shape[2], tiles or CopyTiles(), interpret)
+    kernel = copy_kernel(layers, heads, pairs.shape[1], conv_pool.shape[2], tiles or CopyTiles(), interpret)
     state_ref, conv_ref = jax.new_ref(state_pool), jax.new_ref(conv_pool)
-    kernel(following, sources, targets, state_ref, conv_ref)
+    kernel(following, pairs, state_ref, conv_ref)
     return jax.freeze(state_ref), jax.freeze(conv_ref)
 
 

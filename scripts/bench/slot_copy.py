@@ -54,12 +54,12 @@ def measure(layers: int, heads: int, marked: int, tiles: CopyTiles) -> dict:
     import torch  # pyright: ignore[reportMissingImports]
 
     chain = slot_copy.following(jnp.arange(PAIRS) < marked)
-    slots = torch.arange(2 * PAIRS, device="cuda", dtype=torch.int32)
+    pairs = torch.arange(2 * PAIRS, device="cuda", dtype=torch.int32).reshape(2, PAIRS)
     pools = (
         torch.randn(layers, 2 * PAIRS, heads, HEAD_DIM, HEAD_DIM, device="cuda"),
         torch.randn(layers, 2 * PAIRS, 3, 3, heads * HEAD_DIM, device="cuda").bfloat16(),
     )
-    call = torch.tensor(np.asarray(chain), device="cuda"), slots[:PAIRS], slots[PAIRS:], *pools
+    call = torch.tensor(np.asarray(chain), device="cuda"), pairs, *pools
     us = graph_us(functools.partial(slot_copy.copy_chain, tiles=tiles), [call])
     moved = 2 * marked * layers * heads * (HEAD_DIM * HEAD_DIM * 4 + 9 * HEAD_DIM * 2)
     return {"us": round(us, 2), "floor_us": round(moved / COPY_BYTES_PER_S * 1e6, 2)}
