@@ -41,7 +41,7 @@ def attend_paged(
     rank: int,
     scale: float,
     max_tokens: int,
-    clears: bool = False,
+    is_dense: bool = False,
     tiles: MlaTiles | None = None,
     grid: SplitGrid | None = None,
     blocks: int = MULTIPROCESSORS,
@@ -49,7 +49,8 @@ def attend_paged(
 ) -> Float[Array, "M H V"]:
     """Attention-weighted latents of the rows' tokens, M = R * max_tokens of them.
 
-    Tokens that belong to no row hold anything, NaN included; with `clears`, for rows of one place each, zeros.
+    Tokens that belong to no row hold anything, NaN included. Dense rows have a token's place each, dead ones too, whose
+    result is zeros.
     """
     num_rows, num_heads = rows.count.shape[0], query.shape[1]
     tiles = tiles or tiles_for(max_tokens * num_heads)
@@ -65,12 +66,12 @@ def attend_paged(
         blocks=blocks,
     )
     plan = make_plan(rows, page_table, num_heads, tiles, grid)
-    by_row = padded_queries(query, rows, tiles, max_tokens)
+    by_row = padded_queries(query, rows, tiles, max_tokens, is_dense=is_dense)
     pages = pool.reshape(-1, PAGE_SIZE, pool.shape[-1])
     first_page = jnp.array([layer * pool.shape[1]], jnp.int32)
     parts = attend_kernel(shape, interpret)(plan.units, plan.num_units, first_page, by_row, page_table, pages)
     num_tokens = num_rows * max_tokens
-    out = combine_kernel(shape, max_tokens, num_tokens, clears, interpret)(plan.rows, *parts)
+    out = combine_kernel(shape, max_tokens, num_tokens, is_dense, interpret)(plan.rows, *parts)
     return out.reshape(num_tokens, num_heads, rank)
 
 

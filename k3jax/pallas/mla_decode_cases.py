@@ -36,21 +36,17 @@ class MlaCase:
     tiles: MlaTiles | None = None
     bounds: tuple[int, ...] | None = (0, 1, 2, 4, 6)
     blocks: int = 2
+    is_dense: bool = False  # one place a row, as in decode
     spread: float = 1.0  # of the scores: a large one makes a softmax of few tokens
 
     @property
     def scale(self) -> float:
         return self.spread / self.width**0.5
 
-    @property
-    def is_dense(self) -> bool:
-        """One place a row, as in decode."""
-        return self.max_tokens == 1
-
 
 CASES = (
-    MlaCase(name="decode", rows=((0, 1), (130, 1), (0, 0), (63, 1), (255, 1)), max_tokens=1),
-    MlaCase(name="one long row, sharp", rows=((370, 1),), max_tokens=1, heads=8, spread=8.0, blocks=3),
+    MlaCase(name="decode", rows=((0, 1), (130, 1), (0, 0), (63, 1), (255, 1)), max_tokens=1, is_dense=True),
+    MlaCase(name="one long row, sharp", rows=((370, 1),), max_tokens=1, is_dense=True, heads=8, spread=8.0, blocks=3),
     MlaCase(
         name="ragged, a tile more than most rows need",
         rows=((126, 5), (0, 1), (0, 0), (60, 9)),
@@ -66,6 +62,7 @@ CASES = (
         tiles=MlaTiles(columns=16, warpgroups=2, tiles=2),
         blocks=1,
     ),
+    MlaCase(name="a token a row, packed", rows=((70, 1), (0, 0), (130, 1)), max_tokens=1, is_dense=False),
     MlaCase(  # so many that several warpgroups bring them together
         name="a split for every page", rows=((2500, 2),), max_tokens=2, pages=40, bounds=tuple(range(41)), blocks=3
     ),
@@ -75,7 +72,7 @@ CASES = (
 def _wide(name: str, rows, max_tokens: int, pages: int, heads: int = 12, spread: float = 1.0) -> MlaCase:
     """A case of K3's widths in the tiles and splits that the kernels choose."""
     shape = {"rank": 512, "width": 576, "bounds": None, "blocks": MULTIPROCESSORS}
-    sizes = {"max_tokens": max_tokens, "pages": pages, "heads": heads, "spread": spread}
+    sizes = {"max_tokens": max_tokens, "is_dense": max_tokens == 1, "pages": pages, "heads": heads, "spread": spread}
     return MlaCase(name=name, rows=tuple(rows), **shape, **sizes)  # pyright: ignore[reportArgumentType]
 
 
@@ -163,7 +160,7 @@ def _jitted(case: MlaCase, interpret=None):
         rank=case.rank,
         scale=case.scale,
         max_tokens=case.max_tokens,
-        clears=case.is_dense,
+        is_dense=case.is_dense,
         tiles=case.tiles,
         grid=SplitGrid(case.bounds) if case.bounds else None,
         blocks=case.blocks,

@@ -40,7 +40,7 @@ def decode(
         rank=config.kv_lora_rank,
         scale=config.qk_head_dim**-0.5,
         max_tokens=1,
-        clears=True,
+        is_dense=True,
     )
     return mla.gate_output(values(latent, params["kv_b"], config), projected.gate)
 

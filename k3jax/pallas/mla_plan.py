@@ -153,14 +153,15 @@ def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaT
     return Plan(jnp.stack(fields, axis=1), ends[-1:], jnp.stack(of_rows, axis=1).astype(jnp.int32))
 
 
-def padded_queries(query: Array, rows: Rows, tiles: MlaTiles, max_tokens: int) -> jax.Array:
-    """Queries [N, H, L] of the packed tokens by row: [R, tiles, columns, L], anything behind a row's."""
+def padded_queries(query: Array, rows: Rows, tiles: MlaTiles, max_tokens: int, *, is_dense: bool) -> jax.Array:
+    """Queries [N, H, L] of the tokens by row: [R, tiles, columns, L], anything behind a row's.
+
+    Dense ones have every row's token in the row's place; others are packed.
+    """
     heads, width = query.shape[1:]
-    if max_tokens == 1 and query.shape[0] == rows.count.shape[0]:
-        by_row = query
-    else:
-        token = jnp.minimum(rows.start[:, None] + jnp.arange(max_tokens), query.shape[0] - 1)
-        by_row = query[token]
+    by_row = query
+    if not is_dense:
+        by_row = query[jnp.minimum(rows.start[:, None] + jnp.arange(max_tokens), query.shape[0] - 1)]
     by_row = by_row.reshape(rows.count.shape[0], max_tokens * heads, width)
     by_row = jnp.pad(by_row, ((0, 0), (0, tiles.row_columns - max_tokens * heads), (0, 0)))
     return by_row.reshape(-1, tiles.tiles, tiles.columns, width)

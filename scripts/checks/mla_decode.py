@@ -66,7 +66,7 @@ def _reaches_far_pages() -> bool:
 
     @jax.jit
     def run(query, rows, table, pool):
-        sizes = {"rank": case.rank, "scale": case.scale, "max_tokens": 1, "clears": True}
+        sizes = {"rank": case.rank, "scale": case.scale, "max_tokens": 1, "is_dense": True}
         return attend_paged(query, rows, table, pool, FAR_LAYERS - 1, **sizes)
 
     got = run(jnp.asarray(inputs.query), inputs.rows(), table, pool)

@@ -151,7 +151,7 @@ def test_it_lowers_for_hopper(heads, tokens):
 
     i32 = functools.partial(array, dtype=jnp.int32)
     run = functools.partial(
-        mla_decode.attend_paged, layer=1, rank=512, scale=0.1, max_tokens=tokens, clears=tokens == 1
+        mla_decode.attend_paged, layer=1, rank=512, scale=0.1, max_tokens=tokens, is_dense=tokens == 1
     )
     rows = Rows(*(i32(8) for _ in Rows._fields))
     text = lowered(run, array(8 * tokens, heads, 576), rows, i32(8, 128), array(3, 1025, PAGE_SIZE, 576))
