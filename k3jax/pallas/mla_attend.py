@@ -98,12 +98,17 @@ class _Block:
         self.units, num_units, self.layer, self.queries, self.table, self.pool, self.partial, self.statistics = refs
         self.s, self.shape, self.is_interpreted = s, shape, is_interpreted
         self.warpgroup, self.block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        left = jnp.maximum(num_units[0] - self.block, 0)
-        self.num_units = lax.div(left + shape.blocks - 1, jnp.int32(shape.blocks))
+        whole_turns = lax.div(num_units[0], jnp.int32(shape.blocks))
+        left = num_units[0] - whole_turns * shape.blocks
+        self.num_units = whole_turns + (self.place(whole_turns) < left).astype(jnp.int32)
+
+    def place(self, turn):
+        """Which of a turn's units is this block's: forwards and backwards, so that none has the longest every time."""
+        return jnp.where(turn & 1 == 0, self.block, self.shape.blocks - 1 - self.block)
 
     def look_up(self, turn) -> tuple:
         """Fields of this block's unit `turn`; of some other beyond the last."""
-        unit = jnp.minimum(self.block + turn * self.shape.blocks, self.units.shape[0] - 1)
+        unit = jnp.minimum(turn * self.shape.blocks + self.place(turn), self.units.shape[0] - 1)
         return tuple(self.units[unit, field] for field in range(len(UNIT_FIELDS)))
 
     def row_and_tile(self, row_tile) -> tuple:

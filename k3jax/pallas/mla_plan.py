@@ -128,7 +128,7 @@ UNIT_FIELDS = (
 
 
 def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaTiles, grid: SplitGrid) -> Plan:
-    """The units of a step, those of a row's last splits first: they are the longest."""
+    """The units of a step, the longest first; of equally long ones those that read the same pages side by side."""
     num_rows = rows.count.shape[0]
     bounds = jnp.array(grid.bounds, jnp.int32)
     tokens = jnp.where(rows.count > 0, rows.first + rows.count, 0)
@@ -148,9 +148,13 @@ def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaT
     page = page_table[row, jnp.minimum(first_page, page_table.shape[1] - 1)]
     num_queries = rows.count[row] * heads
     row_tile = row * tiles.tiles + within % row_tiles
-    fields = (row_tile, split, first_page, end_page - first_page, limit, tail, page, num_queries)
+    num_pages = jnp.where(unit < ends[-1], end_page - first_page, 0)
+    is_before = (num_pages > num_pages[:, None]) | ((num_pages == num_pages[:, None]) & (unit < unit[:, None]))
+    place = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    fields = jnp.stack((row_tile, split, first_page, num_pages, limit, tail, page, num_queries), axis=1)
+    units = jnp.zeros_like(fields).at[place].set(fields, unique_indices=True)
     of_rows = (rows.count, rows.start, splits, jnp.zeros_like(splits))
-    return Plan(jnp.stack(fields, axis=1), ends[-1:], jnp.stack(of_rows, axis=1).astype(jnp.int32))
+    return Plan(units, ends[-1:], jnp.stack(of_rows, axis=1).astype(jnp.int32))
 
 
 def padded_queries(query: Array, rows: Rows, tiles: MlaTiles, max_tokens: int, *, is_dense: bool) -> jax.Array:

@@ -114,6 +114,7 @@ def test_a_plan_covers_every_page_of_every_tile_once():
     rows = Rows(*map(jnp.asarray, (first, count, np.cumsum(count) - count)))
     plan = mla_plan.make_plan(rows, jnp.asarray(table), 5, tiles, grid)
     units = np.asarray(plan.units)[: int(plan.num_units[0])]
+    assert (np.diff(units[:, 3]) <= 0).all()  # the longest first
     found: dict[tuple[int, int], list[int]] = {}
     for row_tile, split, first_page, num_pages, limit, tail, page, num_queries in units.tolist():
         row, tile = divmod(row_tile, 3)
