@@ -150,39 +150,28 @@ class StepProgram:
     def lower(self, shape: StepShape) -> jax.stages.Lowered:
         """Lower a bucket for the server: (params, pools, rows, packed, extras, place) to pools, rows and a vector.
 
-        Unlike those of `function` its outputs are one vector, see `output_fields`. On a GPU `packed` is read where the
-        host wrote it, in pinned memory, and the outputs take the place of `place`, an earlier step's: an upload waits
-        for memory, and with it for all steps in front, and each kernel that names something that has moved costs the
-        host an update of the command buffer. Elsewhere `packed` is an ordinary argument and `place` is ().
+        Unlike those of `function` its outputs are one vector, see `output_fields`. On a GPU they take the place of
+        `place`, an earlier step's: each kernel that names something that has moved costs the host an update of the
+        command buffer. Elsewhere `place` is ().
         """
         function, fields, size = self.function(shape), self.output_fields(shape), self.vector_size(shape)
         params, pools, rows, _, extras = self.operands(shape)
-        place = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
-        packed = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self.vector_sharding)
+        vector = self._placed(jax.ShapeDtypeStruct((size,), jnp.int32), REPLICATED)
 
         def packed_step(params, pools, rows, packed, extras, place):
-            if self.reads_host_memory:
-                packed = jax.device_put(packed, NamedSharding(self.mesh, REPLICATED))
             pools, rows, outputs = function(params, pools, rows, packed, extras)
-            vector = step_outputs.pack(outputs, fields, size)
-            if self.reads_host_memory:
-                vector = step_outputs.in_place_of(place, vector, never=rows.length[0] < 0)
-            return pools, rows, vector
+            found = step_outputs.pack(outputs, fields, size)
+            if self.keeps_outputs_in_place:
+                found = step_outputs.in_place_of(place, found, never=rows.length[0] < 0)
+            return pools, rows, found
 
-        return jax.jit(packed_step, donate_argnums=(1, 2, 5)).lower(
-            params, pools, rows, packed, extras, place if self.reads_host_memory else ()
-        )
+        place = vector if self.keeps_outputs_in_place else ()
+        return jax.jit(packed_step, donate_argnums=(1, 2, 5)).lower(params, pools, rows, vector, extras, place)
 
     @property
-    def reads_host_memory(self) -> bool:
-        """Whether compiled buckets read their inputs from the host's memory."""
+    def keeps_outputs_in_place(self) -> bool:
+        """Whether compiled buckets take a `place`."""
         return self.platform == "gpu"
-
-    @property
-    def vector_sharding(self) -> NamedSharding:
-        """Of a compiled bucket's vector of inputs."""
-        kind = "pinned_host" if self.reads_host_memory else None
-        return NamedSharding(self.mesh, REPLICATED, memory_kind=kind)
 
     def vector_size(self, shape: StepShape) -> int:
         """Length of a compiled bucket's vector of inputs, and of that of its outputs."""

@@ -38,8 +38,8 @@ from serving.core.types import (
 )
 from serving.executor_results import result_of
 from serving.executor_transfers import DeviceTransfers
+from serving.executor_vectors import StepVectors
 from serving.state.store import StateStore
-from serving.step_vectors import StepVectors
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -199,7 +199,7 @@ class DeviceExecutor:
             plan, shape, self._program.cache_shape, has_draft_model=self.limits.draft_tokens > 0
         )
         page_pieces = list(executor_plan.page_pieces(plan, self._program.cache_shape))
-        packed = pack(inputs, self._program.vector_size(shape))
+        packed = pack(inputs, self._vectors[shape][0].size)
         try:
             extras = self._extras(plan, shape)
         except jax.errors.JaxRuntimeError as error:
@@ -417,7 +417,7 @@ class DeviceExecutor:
         """Run every program once on nothing: first calls allocate, load modules and build graphs."""
         for step, shape in enumerate(self._shapes):
             inputs = executor_plan.fill(StepPlan(step=step), shape, self._program.cache_shape)
-            packed = pack(inputs, self._program.vector_size(shape))
+            packed = pack(inputs, self._vectors[shape][0].size)
             for _ in self._vectors[shape]:
                 outputs, vectors = self._dispatch(shape, packed, self._neutral[shape.rows])
                 vectors.read(jax.block_until_ready(outputs))
