@@ -59,11 +59,8 @@ KERNELS: dict[str, Callable] = {
     "keep_threshold": sampling_kernel.keep_threshold,
     "logprobs": top_tokens.logprobs,
 }
-# Kernels that are not to be chosen whatever they cover, and why.
-HELD_BACK = {
-    "mla_decode": "held back: has not run on a GPU",
-    "mla_verify": "held back: has not run on a GPU",
-}
+# Kernels that are not to be chosen whatever they cover, and why: "held back: ...".
+HELD_BACK: dict[str, str] = {}
 _KERNEL_REASONS = {
     "pallas": "asked for, and it covers model and device",
     "auto": "it covers model and device",
