@@ -149,8 +149,8 @@ def make_plan(rows: Rows, page_table: Int[Array, "R P"], heads: int, tiles: MlaT
     num_queries = rows.count[row] * heads
     row_tile = row * tiles.tiles + within % row_tiles
     num_pages = jnp.where(unit < ends[-1], end_page - first_page, 0)
-    is_before = (num_pages > num_pages[:, None]) | ((num_pages == num_pages[:, None]) & (unit < unit[:, None]))
-    place = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    key = num_pages * unit.shape[0] - unit
+    place = jnp.sum(key > key[:, None], axis=1, dtype=jnp.int32)
     fields = jnp.stack((row_tile, split, first_page, num_pages, limit, tail, page, num_queries), axis=1)
     units = jnp.zeros_like(fields).at[place].set(fields, unique_indices=True)
     of_rows = (rows.count, rows.start, splits, jnp.zeros_like(splits))
