@@ -3,7 +3,7 @@
 A draft that is verified costs time whether it holds or not. With B drafts a step is expected to bring one token a row
 and the B best chances of survival, so B is chosen to bring most tokens per second under the measured costs of steps. It
 is chosen here, from chances that are a step old; which drafts they are the device decides, from those it has. Drafts
-are made only where that beats steps without any.
+are made only where that clearly beats steps without any.
 
 The draft's own confidence is not trusted blindly: it is scaled by what was accepted lately over what it had promised,
 position by position. So a draft that is of no use ends unverified, whatever it says of itself. It is tried again now
@@ -25,6 +25,8 @@ from serving.core.types import ExecutorLimits
 _WINDOW = 128  # rows with drafts verified, over which acceptance is remembered
 _PRIOR = 0.5  # drafts of a position taken as tried and accepted beforehand
 _TRIAL_SHARE = 0.01  # of the time, for drafts that do not seem to pay
+_TRIAL_STEPS = 0.5  # a trial is taken to cost this share of a step at least
+_WORTH = 1.02  # times as many tokens per second as without: measured costs are not better than that
 _TRIALS_IN_VAIN = 3  # one after the other, the last of which may not be read yet
 
 # What became of a row's drafts: the chances that they were given (empty: unknown), how many were verified and held.
@@ -159,16 +161,17 @@ class DraftPolicy:
         drafting = self._costs.curve(num_rows, is_drafting=True)
         plain = self._costs.curve(num_rows, is_drafting=False)
         best = self._best(drafting, chances, num_rows)
-        is_free = drafting.seconds(0) <= plain.seconds(0)
-        self._is_drafting = is_free or best.tokens_per_s > num_rows / plain.seconds(0)
+        self._is_drafting = best.num_drafts > 0 and best.tokens_per_s > _WORTH * num_rows / plain.seconds(0)
         curve = drafting if self._is_drafting else plain
         if curve is plain or held is not possible or best.num_drafts > room:
             best = curve.best(held[:room], num_rows)
         if best.num_drafts or not possible or not room:
             return DraftChoice(best.num_drafts, self._is_drafting)
         self._trial_s += _TRIAL_SHARE * curve.seconds(0)
-        # One step makes the drafts, the next one verifies them.
-        if self._trial_s < drafting.seconds(0) + drafting.seconds(self._most) - 2 * plain.seconds(0):
+        # One step makes the drafts, the next one verifies them. Where the host sets the pace of steps, or something
+        # else ran, they were measured to cost nothing.
+        extra_s = drafting.seconds(0) + drafting.seconds(self._most) - 2 * plain.seconds(0)
+        if self._trial_s < max(extra_s, _TRIAL_STEPS * plain.seconds(0)):
             return DraftChoice(0, self._is_drafting)
         if not held:
             return DraftChoice(0, True)  # to be tried in the next step
