@@ -52,6 +52,11 @@ def _words_at(address: int, size: int) -> np.ndarray:
     return np.ctypeslib.as_array((ctypes.c_int32 * size).from_address(address))
 
 
+# Called when an array is dropped, at the end of the process too, when no function of Python's can be called any more. A
+# C function that does nothing with what it is given: the memory is the vector's.
+_NOTHING = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p).value
+
+
 class _Tensor(ctypes.Structure):  # DLManagedTensor of DLPack's C header
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -65,13 +70,8 @@ class _Tensor(ctypes.Structure):  # DLManagedTensor of DLPack's C header
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
         ("context", ctypes.c_void_p),
-        ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
+        ("deleter", ctypes.c_void_p),
     )
-
-
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _keep(_: int) -> None:
-    """Called when an array is dropped: its memory belongs to the vector."""
 
 
 class _Lent:
@@ -92,7 +92,7 @@ class _Lent:
             strides=None,
             byte_offset=0,
             context=None,
-            deleter=_keep,
+            deleter=_NOTHING,
         )
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -26,7 +26,7 @@ _WINDOW = 128  # rows with drafts verified, over which acceptance is remembered
 _PRIOR = 0.5  # drafts of a position taken as tried and accepted beforehand
 _TRIAL_SHARE = 0.01  # of the time, for drafts that do not seem to pay
 _TRIAL_STEPS = 0.5  # a trial is taken to cost this share of a step at least
-_WORTH = 1.02  # times as many tokens per second as without: measured costs are not better than that
+_WORTH = 1.05  # times as many tokens per second as without: measured costs and remembered acceptance are no better
 _TRIALS_IN_VAIN = 3  # one after the other, the last of which may not be read yet
 
 # What became of a row's drafts: the chances that they were given (empty: unknown), how many were verified and held.
@@ -161,10 +161,13 @@ class DraftPolicy:
         drafting = self._costs.curve(num_rows, is_drafting=True)
         plain = self._costs.curve(num_rows, is_drafting=False)
         best = self._best(drafting, chances, num_rows)
-        self._is_drafting = best.num_drafts > 0 and best.tokens_per_s > _WORTH * num_rows / plain.seconds(0)
+        worth = _WORTH * num_rows / plain.seconds(0)
+        self._is_drafting = best.num_drafts > 0 and best.tokens_per_s > worth
         curve = drafting if self._is_drafting else plain
         if curve is plain or held is not possible or best.num_drafts > room:
             best = curve.best(held[:room], num_rows)
+        if curve is plain and best.tokens_per_s <= worth:
+            best = Best(0, num_rows / plain.seconds(0))
         if best.num_drafts or not possible or not room:
             return DraftChoice(best.num_drafts, self._is_drafting)
         self._trial_s += _TRIAL_SHARE * curve.seconds(0)

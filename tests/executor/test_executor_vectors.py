@@ -1,6 +1,8 @@
 """The vectors that carry a step's inputs and outputs; pinned memory is the CPU's own here."""
 
 import logging
+import subprocess
+import sys
 import types
 
 import jax
@@ -49,6 +51,18 @@ def test_memory_outlives_the_arrays_that_were_lent():
     vector.write(words(1)).delete()
     vector.write(words(2))
     np.testing.assert_array_equal(vector._owner.addressable_shards[0].data, words(2))
+
+
+def test_a_process_may_end_while_the_memory_is_lent():
+    code = """
+import numpy as np
+from jax.sharding import NamedSharding
+from k3jax.programs import REPLICATED
+from k3jax.sharding.mesh import make_mesh
+from serving.executor_pinned import PinnedVector
+array = PinnedVector(8, NamedSharding(make_mesh(), REPLICATED)).write(np.arange(8, dtype=np.int32))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_inputs_wait_for_the_step_that_reads_the_ones_before(kept, monkeypatch):
