@@ -44,6 +44,7 @@ from serving.option_types import OneLineParser, several, whole  # noqa: E402
 from serving.step_loop import StepLoop  # noqa: E402
 
 SECTIONS = ("capacity", "acceptance", "speed", "idle")
+WAYS = ("none", "trained", "random", "snapshots")
 SPLITS = {"train": "training questions", "held_out_phrasing": "held-out phrasings"}
 CAPACITY_TOKENS = tuple(16384 * 2**power for power in range(7))
 
@@ -74,6 +75,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=whole(1, 512), default=64, help="tokens per request at most (default: 64)")
     parser.add_argument("--questions", type=whole(1), default=50, help="questions of each set (default: 50)")
     parser.add_argument("--repeats", type=whole(1), default=5, help="runs per figure; medians are printed (default: 5)")
+    parser.add_argument(
+        "--way",
+        action="append",
+        choices=WAYS,
+        help="of `speed` and `idle`; repeat for several (default: all)",
+    )
+    parser.add_argument(
+        "--max-step-tokens",
+        type=whole(1, 8192),
+        default=ways.MAX_STEP_TOKENS,
+        help=f"of `speed` and `idle` (default: {ways.MAX_STEP_TOKENS})",
+    )
+    parser.add_argument("--programs", type=pathlib.Path, help="folder that keeps compiled programs")
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="default: auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
     return parser.parse_args()
@@ -94,10 +108,21 @@ class Bench:
         """One for each draft and rollback, those not there yet built side by side. All share the target's weights, so
         none is closed before the end."""
         missing = [way for way in ways_to_draft if way not in self._executors]
+        sizes = {"rows": self.rows, "max_step_tokens": self.args.max_step_tokens, "programs": self.args.programs}
+        # Drafts of one shape share their programs: with a folder for these the second loads what the first compiled.
+        first = {(self._shape_of(draft), rollback): (draft, rollback) for draft, rollback in reversed(missing)}.values()
+        later = [way for way in missing if way not in first] if self.args.programs else []
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            built = pool.map(lambda way: ways.build(self.target, way[0], rows=self.rows, rollback=way[1]), missing)
-            self._executors.update(zip(missing, built, strict=True))
+            for group in ([way for way in missing if way not in later], later):
+                built = pool.map(lambda way: ways.build(self.target, way[0], rollback=way[1], **sizes), group)
+                self._executors.update(zip(group, built, strict=True))
         return [self._executors[way] for way in ways_to_draft]
+
+    def _shape_of(self, draft: str | None) -> str:
+        return "" if draft is None else repr(self.target.drafts[draft][0])
+
+    def _has(self, way: str) -> bool:
+        return self.args.way is None or way in self.args.way
 
     def loop(self, executor: DeviceExecutor, *, adaptive: bool = True) -> StepLoop:
         policy = SchedulerPolicy(prefix_cache=False, adaptive_verification=adaptive)
@@ -136,11 +161,12 @@ class Bench:
 
     def speed(self) -> None:
         """Tokens per second of the same requests, way by way in turn."""
-        names: dict[str, tuple[str | None, Rollback]] = {"no draft": (None, "replay")}
-        for draft in self.target.drafts:
+        names: dict[str, tuple[str | None, Rollback]] = {"no draft": (None, "replay")} if self._has("none") else {}
+        for draft in filter(self._has, self.target.drafts):
             names[f"{draft} draft"] = (draft, "replay")
-        first = next(iter(self.target.drafts))
-        names[f"{first} draft, snapshots"] = (first, "snapshot")
+        if self._has("snapshots"):
+            first = next(iter(self.target.drafts))
+            names[f"{first} draft, snapshots"] = (first, "snapshot")
         executors = dict(zip(names, self.executors(*names.values()), strict=True))
         for executor in executors.values():
             if executor.limits.draft_tokens and not executor.limits.step_costs:
@@ -202,9 +228,11 @@ class Bench:
         if jax.default_backend() != "gpu":
             emit(bench="idle", skipped="only a GPU has kernels to look at")
             return
-        ways_to_draft: dict[str, tuple[str | None, bool]] = {"no draft": (None, False)}
-        ways_to_draft |= {f"{draft} draft": (draft, False) for draft in self.target.drafts}
-        if "random" in self.target.drafts:  # whose drafts are of no use, so that the draft model mostly rests
+        ways_to_draft: dict[str, tuple[str | None, bool]] = {"no draft": (None, False)} if self._has("none") else {}
+        ways_to_draft |= {f"{draft} draft": (draft, False) for draft in filter(self._has, self.target.drafts)}
+        if "random" in self.target.drafts and self._has(
+            "random"
+        ):  # whose drafts are of no use, so that the draft model mostly rests
             ways_to_draft["random draft, adaptive"] = ("random", True)
         for name, (draft, is_adaptive) in ways_to_draft.items():
             (executor,) = self.executors((draft, "replay"))

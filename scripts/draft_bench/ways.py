@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from serving.executor_limits import limits_of
 from serving.launch import DEMO_DRAFT_FOLDER, DEMO_FOLDER
 
 PAGES_PER_ROW = 16
-PREFILL = (0, 512)
+MAX_STEP_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,8 +128,11 @@ def build(
     tokens: int | None = None,
     rollback: Rollback = "replay",
     rule: AcceptanceRule = "standard",
+    max_step_tokens: int = MAX_STEP_TOKENS,
+    programs: pathlib.Path | None = None,
 ) -> DeviceExecutor:
-    """An executor with one row bucket. Without `tokens` the draft's whole block is verified."""
+    """An executor with one row bucket. Without `tokens` the draft's whole block is verified. `programs` is a folder
+    that keeps what is compiled."""
     tree, weights, drafting = target.tree, target.weights, None
     if draft is not None:
         config, drawn = target.drafts[draft]
@@ -158,9 +162,9 @@ def build(
         drafting=drafting,
         unstacked=device.platform == "cpu",
     )
-    limits = limits_of(program, max_step_tokens=PREFILL[-1], identity=f"bench {target.name} {draft} {rollback}")
-    shapes = [shape for shape in executor_plan.buckets_for(program, rows, PREFILL[-1]) if shape.rows == rows]
-    return DeviceExecutor(program, weights, limits, kernels=choices, shapes=shapes)
+    limits = limits_of(program, max_step_tokens=max_step_tokens, identity=f"bench {target.name} {draft} {rollback}")
+    shapes = [shape for shape in executor_plan.buckets_for(program, rows, max_step_tokens) if shape.rows == rows]
+    return DeviceExecutor(program, weights, limits, kernels=choices, shapes=shapes, cache=programs)
 
 
 def _random_draft(config: DraftConfig, dtype: Any) -> Tree:

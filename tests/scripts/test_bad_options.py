@@ -30,6 +30,8 @@ OPTIONS = {  # script: option, values that it must refuse
         "--new-tokens": (*WHOLE, "513"),
         "--questions": WHOLE,
         "--repeats": WHOLE,
+        "--max-step-tokens": (*WHOLE, "8193"),
+        "--way": ("all",),
     },
     "bench_kernels.py": {"--op": ("none",), "--peers": ("no/such/file",)},
     "bench_conversion.py": {"--experts": (*WHOLE, "15"), "--repeats": WHOLE},
