@@ -49,8 +49,8 @@ def attend_paged(
 ) -> Float[Array, "M H V"]:
     """Attention-weighted latents of the rows' tokens, M = R * max_tokens of them.
 
-    Tokens that belong to no row hold anything, NaN included. Dense rows have a token's place each, dead ones too, whose
-    result is zeros.
+    Tokens that belong to no row hold anything, NaN included. Dense rows have a token's place each, token r is row r's:
+    dead ones too, whose result is zeros.
     """
     num_rows, num_heads = rows.count.shape[0], query.shape[1]
     tiles = tiles or tiles_for(max_tokens * num_heads)

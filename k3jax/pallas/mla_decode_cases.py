@@ -16,7 +16,7 @@ from k3jax.cache import PAGE_SIZE
 from k3jax.pallas.kda_decode_cases import BF16
 from k3jax.pallas.mla_attend import MULTIPROCESSORS
 from k3jax.pallas.mla_decode import attend_paged
-from k3jax.pallas.mla_plan import MlaTiles, Rows, SplitGrid
+from k3jax.pallas.mla_plan import MlaTiles, Rows, SplitGrid, grid_for, tiles_for
 
 LIMIT = 6e-3  # of a query's output, relative error in the norm; rounded weights and outputs give 2e-3 to 4e-3
 LAYERS, LAYER = 2, 1
@@ -42,6 +42,13 @@ class MlaCase:
     @property
     def scale(self) -> float:
         return self.spread / self.width**0.5
+
+    def grid(self) -> SplitGrid:
+        """The splits of this case, those that the kernels choose where it names none."""
+        if self.bounds:
+            return SplitGrid(self.bounds)
+        tiles = self.tiles or tiles_for(self.max_tokens * self.heads)
+        return grid_for(len(self.rows), self.pages, tiles, self.rank)
 
 
 CASES = (
@@ -89,10 +96,10 @@ GPU_CASES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlaInputs:
-    """Arrays of one drawn case, numpy."""
+    """Arrays of one drawn case, numpy; the pool may be on the device already."""
 
     query: np.ndarray  # [N, H, L] bf16
-    pool: np.ndarray  # [layers, pages, 64, L] bf16
+    pool: np.ndarray | jax.Array  # [layers, pages, 64, L] bf16
     table: np.ndarray  # [R, P] int32
     first: np.ndarray  # [R] int32
     count: np.ndarray
@@ -151,6 +158,40 @@ def call(case: MlaCase, inputs: MlaInputs, interpret=None) -> np.ndarray:
     arrays = (jnp.asarray(x) for x in (inputs.table, inputs.pool))
     run = _compiled(case) if interpret is None else _jitted(case, interpret)
     return np.asarray(run(jnp.asarray(inputs.query), inputs.rows(), *arrays)).astype(np.float32)
+
+
+def call_in_lanes(case: MlaCase, inputs: MlaInputs, order: np.ndarray, interpret=None) -> np.ndarray:
+    """`call` with row order[i] in lane i, its outputs where `call` has them.
+
+    Packed tokens stay where they are and their rows point at them; a dense row's token moves with its row.
+    """
+    moved = {name: getattr(inputs, name)[order] for name in ("table", "first", "count", "start")}
+    if case.is_dense:
+        moved |= {"query": inputs.query[order], "start": inputs.start}
+    out = call(case, dataclasses.replace(inputs, **moved), interpret)
+    return out[np.argsort(order)] if case.is_dense else out
+
+
+def difference(case: MlaCase, inputs: MlaInputs, expected: np.ndarray, got: np.ndarray) -> str:
+    """How the rows' outputs of two calls differ, in one line; empty where all bits are the same. NaN always differs."""
+    owner = np.arange(len(expected)) if case.is_dense else np.full(len(expected), -1)  # row of every token
+    for row, (start, count) in enumerate(zip(inputs.start, inputs.count, strict=True)):
+        owner[start : start + count] = row
+    differs = (expected != got) & (owner >= 0)[:, None, None]
+    if not differs.any():
+        return ""
+    token, head, channel = np.argwhere(differs)[0]
+    row = owner[token]
+    length = int(inputs.first[row] + inputs.count[row]) if inputs.count[row] else 0
+    splits = sum(PAGE_SIZE * begin < length for begin in case.grid().bounds[:-1])
+    rows, queries = len(set(owner[differs.any(axis=(1, 2))])), differs.any(axis=2)
+    extent = (
+        f"{rows} rows, {queries.sum()} queries, {queries.any(axis=0).sum()} heads, {differs.any(axis=(0, 1)).sum()} "
+        f"channels by up to {np.abs(expected - got)[differs].max():.1e}"
+    )
+    values = f"{expected[token, head, channel]:.6g} became {got[token, head, channel]:.6g}"
+    place = f"row {row}, its token {token - inputs.start[row]}, head {head}, channel {channel}"
+    return f"{extent}; first {place}: {values}; the row has {length} positions in {splits} splits"
 
 
 def _jitted(case: MlaCase, interpret=None):

@@ -104,7 +104,7 @@ class Rows(NamedTuple):
 
     first: Leaf  # [R] position of the row's first token
     count: Leaf  # [R] its tokens; 0: nothing is done for it
-    start: Leaf  # [R] its first token among all
+    start: Leaf  # [R] its first token among all; of dense rows, which bring one each, the row's own number
 
 
 class Plan(NamedTuple):

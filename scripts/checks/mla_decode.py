@@ -1,11 +1,14 @@
 """The MLA decode kernels on a GPU: every case of `k3jax/pallas/mla_decode_cases.py` against float64, and more.
 
-`python scripts/checks/mla_decode.py` on a machine with one; exit status 1 when a case fails.
+`python scripts/checks/mla_decode.py` on a machine with one; exit status 1 when a case fails. With `--bits` only whether
+many calls, few blocks and other lanes leave every bit as it is.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -22,6 +25,15 @@ from k3jax.pallas.mla_decode import attend_paged  # noqa: E402
 from k3jax.pallas.mla_decode_cases import GPU_CASES, MlaCase  # noqa: E402
 
 REPEATS = 20
+FEW_BLOCKS = 5  # each works through 15 to 55 units
+BITS_CASES = {  # whether to try few blocks as well
+    "64 rows": True,
+    "96 heads": True,
+    "16 ragged rows": False,
+    "1 row of 8K": False,
+    "3 rows of up to 33K, sharp": False,
+}
+POISON_BYTES = 1 << 30
 FAR_PAGES, FAR_LAYERS = 20_000, 4  # 2.9e9 elements
 OP_LIMIT = 1e-2  # of the ops' outputs against the reference's, relative in the norm
 
@@ -29,8 +41,7 @@ OP_LIMIT = 1e-2  # of the ops' outputs against the reference's, relative in the 
 def check_mla_decode() -> bool:
     """Every case, the same bits from many calls and in other lanes, far pages, the ops beside the reference's."""
     passed = [_check(case) for case in (*mla_decode_cases.CASES, *GPU_CASES)]
-    passed += [_keeps_its_bits(case) for case in GPU_CASES[:4]]
-    return all([*passed, _reaches_far_pages(), *(_op_agrees(tokens) for tokens in (1, 9))])
+    return all([*passed, check_bits(), _reaches_far_pages(), *(_op_agrees(tokens) for tokens in (1, 9))])
 
 
 def _check(case: MlaCase) -> bool:
@@ -40,19 +51,39 @@ def _check(case: MlaCase) -> bool:
     return is_right
 
 
-def _keeps_its_bits(case: MlaCase) -> bool:
-    """Many calls, and rows that change lanes; tokens stay where they are."""
+def check_bits() -> bool:
+    """The same bits from many calls, from few blocks where `BITS_CASES` has it, and from rows in other lanes."""
+    cases = {case.name: case for case in GPU_CASES}
+    passed = [_keeps_its_bits(cases[name], few_blocks) for name, few_blocks in BITS_CASES.items()]
+    return all(passed)
+
+
+def _keeps_its_bits(case: MlaCase, few_blocks: bool) -> bool:
     inputs = mla_decode_cases.draw(case, np.random.default_rng())
-    expected = mla_decode_cases.reference(case, inputs)
-    is_there = ~np.isnan(expected).any(axis=-1)
-    first = mla_decode_cases.call(case, inputs)
-    same = all(np.array_equal(first[is_there], mla_decode_cases.call(case, inputs)[is_there]) for _ in range(REPEATS))
+    inputs = dataclasses.replace(inputs, pool=jnp.asarray(inputs.pool))  # copied once for all calls
     order = np.random.default_rng().permutation(len(case.rows))
-    moved = {name: getattr(inputs, name)[order] for name in ("table", "first", "count", "start")}
-    got = mla_decode_cases.call(case, dataclasses.replace(inputs, **moved))
-    same &= np.array_equal(first[is_there], got[is_there])
-    print(f"mla-decode, {case.name}, {REPEATS} calls and other lanes: {'ok' if same else 'FAILED'}", flush=True)
-    return same
+    other_calls = {f"call {n + 1}": functools.partial(mla_decode_cases.call, case, inputs) for n in range(REPEATS)}
+    if few_blocks:
+        fewer = dataclasses.replace(case, blocks=FEW_BLOCKS)
+        other_calls["few blocks"] = functools.partial(mla_decode_cases.call, fewer, inputs)
+    other_calls["other lanes"] = functools.partial(mla_decode_cases.call_in_lanes, case, inputs, order)
+    expected, found = mla_decode_cases.call(case, inputs), {}
+    for name, call in other_calls.items():
+        _poison_free_memory()
+        if difference := mla_decode_cases.difference(case, inputs, expected, call()):
+            found[name] = difference
+    what = f"{REPEATS} calls, {'few blocks, ' if few_blocks else ''}other lanes"
+    print(f"mla-decode, bits of {case.name}, {what}: {'FAILED' if found else 'ok'}", flush=True)
+    repeats = [name for name in found if name.startswith("call ")]
+    for name in [*repeats[:1], *(name for name in found if name not in repeats)]:
+        label = f"{len(repeats)} of {REPEATS} calls, {name}" if name in repeats else name
+        print(f"mla-decode, bits of {case.name}, {label}: {found[name]}", flush=True)
+    return not found
+
+
+def _poison_free_memory() -> None:
+    """NaN where the next call most likely has its partial results, not those of an equal call before."""
+    jnp.full(POISON_BYTES // 4, jnp.nan, jnp.float32).block_until_ready()
 
 
 def _reaches_far_pages() -> bool:
@@ -117,4 +148,6 @@ def _op_agrees(max_tokens: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if check_mla_decode() else 1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bits", action="store_true", help="only the bits of many calls, few blocks and other lanes")
+    sys.exit(0 if (check_bits() if parser.parse_args().bits else check_mla_decode()) else 1)
