@@ -178,9 +178,8 @@ def pack(inputs: StepInputs, size: int = 0) -> np.ndarray:
 def unpack(vector: jax.Array, shape: StepShape) -> StepInputs:
     """Static slices of the vector, in the program.
 
-    The vector lies elsewhere in every step, and a GPU's command buffer is rewritten wherever it names something that
-    has moved. So one kernel copies it to where the program keeps its values, and nothing else reads it. A plain copy
-    would be optimised away, inverting the bits is not.
+    A GPU reads it in the host's memory. So one kernel copies it to where the program keeps its values, and nothing else
+    reads it. A plain copy would be optimised away, inverting the bits is not.
     """
     vector = lax.optimization_barrier(~vector)
     fields, start = [], 0
