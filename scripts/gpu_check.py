@@ -15,6 +15,8 @@ mla-decode: every case of `k3jax/pallas/mla_decode_cases.py` against float64, th
 more than 2^31 elements, and the ops of decode and verify beside the XLA references.
 attn-res, experts, experts-triton, gemm, moe-tail, router, sampling: every case of their `*_cases.py`, fresh random
 inputs, against float64 and in every integer; for experts also weight stacks beyond 2^31 bytes, for gemm 2^31 elements.
+golden-moe: router, experts and tail on every MoE layer of `tests/data/tiny8_mxfp4`, fed the published inputs: the same
+ids as in float64, sums within bfloat16 rounding.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "experts": ("experts", "check_experts"),
     "experts-triton": ("experts_triton", "check_experts_triton"),
     "draft-attend": ("draft_attend", "check_draft_attend"),
+    "golden-moe": ("golden_moe", "check_golden_moe"),
     "attn-res": ("attn_res", "check_attn_res"),
     "mla-decode": ("mla_decode", "check_mla_decode"),
     "moe-tail": ("moe_tail", "check_moe_tail"),
@@ -55,7 +58,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
 }
 GROUPS = {
     "kda": ("kda-decode", "kda-verify", "slot-copy", "short-conv", "kda-prefill", "kda-prefill-op"),
-    "moe": ("router", "experts", "moe-tail"),
+    "moe": ("router", "experts", "moe-tail", "golden-moe"),
 }
 
 
