@@ -6,6 +6,7 @@ An op is a plain callable with the signature of its reference, so kernels plug i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from k3jax.pallas import (
     requirements,
     router,
     slot_copy,
+    tensor_cores,
     top_tokens,
 )
 from k3jax.pallas import sampling as sampling_kernel
@@ -59,6 +61,8 @@ KERNELS: dict[str, Callable] = {
     "keep_threshold": sampling_kernel.keep_threshold,
     "logprobs": top_tokens.logprobs,
 }
+# On Blackwell in the place of those above: the same kernels with its tensor cores' products. None has run on one.
+BLACKWELL_KERNELS: dict[str, Callable] = {"route": functools.partial(router.route_live, generation="blackwell")}
 # Kernels that are not to be chosen whatever they cover, and why: "held back: ...".
 HELD_BACK: dict[str, str] = {}
 _KERNEL_REASONS = {
@@ -159,7 +163,8 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
         taken |= {"when_wanted": branches.unless_small, "repeat": branches.unrolled}
         reasons |= dict.fromkeys(("when_wanted", "repeat"), "a step's graph is sent off faster without branches")
     running = set()
-    for op, kernel in KERNELS.items():
+    is_blackwell = tensor_cores.generation_of(situation.compute_capability) == "blackwell"
+    for op, kernel in (KERNELS | (BLACKWELL_KERNELS if is_blackwell else {})).items():
         refusal = _refusal(op, situation) or HELD_BACK.get(op)
         reasons[op] = refusal or _KERNEL_REASONS[kernels]
         if kernels != "xla" and refusal is None:

@@ -21,6 +21,7 @@ from k3jax.config import K3Config
 from k3jax.pallas import requirements, router_counts, router_logits, router_map, router_select, router_select_cluster
 from k3jax.pallas.router_counts import MapTiles
 from k3jax.pallas.router_logits import LogitTiles
+from k3jax.pallas.tensor_cores import Generation
 
 FEW_TOKENS = 256  # up to here multiprocessors are left over when a token has a block
 MAX_EXPERTS = 1024  # a thread of the tile map counts eight
@@ -35,10 +36,10 @@ class RouterTiles:
     spreads_choice: bool = False  # a token's choice over the warps of a block; else a warp does it
 
 
-def tiles_for(tokens: int, experts: int, width: int) -> RouterTiles:
+def tiles_for(tokens: int, experts: int, width: int, generation: Generation = "hopper") -> RouterTiles:
     """Tiles by shape; not tuned on a GPU yet."""
     return RouterTiles(
-        logits=router_logits.tiles_for(tokens, experts, width),
+        logits=router_logits.tiles_for(tokens, experts, width, generation),
         map=router_counts.tiles_for(tokens),
         spreads_choice=tokens <= FEW_TOKENS,
     )
@@ -75,12 +76,13 @@ def route_parts(
     config: K3Config,
     *,
     tiles: RouterTiles | None = None,
+    generation: Generation = "hopper",
     interpret=None,
 ) -> tuple[Float[Array, "shares padded E"], moe.Routing]:
     """`route_pallas` with the partial logits, for checks."""
     (tokens, width), experts = hidden.shape, weights.bias.shape[-1]
-    tiles = tiles or tiles_for(tokens, experts, width)
-    padding = -tokens % router_logits.TOKEN_MULTIPLE
+    tiles = tiles or tiles_for(tokens, experts, width, generation)
+    padding = router_logits.padded(tokens, tiles.logits.generation) - tokens
     rows = jnp.pad(hidden, ((0, padding), (0, 0))) if padding else hidden
     multiply = router_logits.logits_kernel(tokens + padding, experts, width, tiles.logits, interpret)
     logits = multiply(layer, rows, weights.router)
@@ -112,23 +114,32 @@ def route_pallas(
     config: K3Config,
     *,
     tiles: RouterTiles | None = None,
+    generation: Generation = "hopper",
     interpret=None,
 ) -> moe.Routing:
     """Choose every token's experts; the same ids as the reference wherever scores differ by more than rounding.
 
-    Rows in multiples of eight are read where they are, others are padded first, which costs a copy.
+    Rows in multiples of eight (Blackwell: 16) are read where they are, others are padded first, which costs a copy.
+    Without `tiles` they are those for `generation`.
     """
-    return route_parts(layer, hidden, live, weights, config, tiles=tiles, interpret=interpret)[1]
+    parts = route_parts(layer, hidden, live, weights, config, tiles=tiles, generation=generation, interpret=interpret)
+    return parts[1]
 
 
 def route_live(
-    x: Float[Array, "T D"], live: Bool[Array, "T"] | None, weights: moe.RouterWeights, config: K3Config
+    x: Float[Array, "T D"],
+    live: Bool[Array, "T"] | None,
+    weights: moe.RouterWeights,
+    config: K3Config,
+    *,
+    generation: Generation = "hopper",
 ) -> moe.Routing:
     """`moe.route_live` on the kernels, with the marks that the expert kernels count."""
     stacks = RouterStacks(weights.router, weights.bias)
     if weights.layer is None:
         stacks = RouterStacks(weights.router[None], weights.bias[None])
-    return route_pallas(jnp.full(1, weights.layer or 0, jnp.int32), x, live, stacks, config)
+    layer = jnp.full(1, weights.layer or 0, jnp.int32)
+    return route_pallas(layer, x, live, stacks, config, generation=generation)
 
 
 def dispatch_pallas(
@@ -152,7 +163,7 @@ def dispatch_pallas(
 
 def supported(config: K3Config, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernels cannot run, or None."""
-    if reason := requirements.refusal(dtype, platform, compute_capability, uses_wgmma=True):
+    if reason := requirements.refusal(dtype, platform, compute_capability, uses_tensor_cores=True):
         return reason
     experts, chosen = config.num_experts, config.num_experts_per_token
     if experts % router_select.LANES or experts > MAX_EXPERTS:

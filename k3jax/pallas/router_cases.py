@@ -28,6 +28,7 @@ WEIGHT_LIMIT = 1e-6  # relative, given the same logits
 SMALL = RouterTiles(logits=LogitTiles(tokens=8, warpgroups=2, shares=2), map=MapTiles(tokens=2, min_blocks=2))
 SPREAD = dataclasses.replace(SMALL, spreads_choice=True)
 SHARED = dataclasses.replace(SMALL, logits=LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=2))
+BLACKWELL = dataclasses.replace(SMALL, logits=LogitTiles(tokens=16, warpgroups=1, shares=2, generation="blackwell"))
 CHUNKED = dataclasses.replace(SMALL, map=MapTiles(tokens=2, min_blocks=2, chunk=4))
 
 
@@ -58,6 +59,25 @@ CASES = (
     RouterCase(name="eight marks a lane", tokens=6, experts=896, dead=(4,)),
     RouterCase(name="hidden rows read by two blocks for both", tokens=9, tiles=SHARED),
     RouterCase(name="a block a token, ties, padding", tokens=5, experts=256, ties=True, dead=(1,), tiles=SPREAD),
+)
+BLACKWELL_CASES = (
+    RouterCase(name="ties, padding, two shares", tokens=3, ties=True, dead=(1,), tiles=BLACKWELL),
+    RouterCase(
+        name="two warpgroups",
+        tokens=18,
+        experts=256,
+        tiles=dataclasses.replace(
+            SMALL, logits=LogitTiles(tokens=32, warpgroups=2, shares=1, generation="blackwell"), spreads_choice=True
+        ),
+    ),
+    RouterCase(
+        name="hidden rows read by two blocks for both",
+        tokens=9,
+        experts=256,
+        tiles=dataclasses.replace(
+            SMALL, logits=LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=2, generation="blackwell")
+        ),
+    ),
 )
 K3 = RouterCase(name="K3", tokens=1, experts=896, width=7168, chosen=16, latent=3584, tiles=None)
 GPU_CASES = tuple(

@@ -1,8 +1,9 @@
-"""x W^T for at most 64 rows of x on Hopper, where the weight's bytes are the bound: float32 sums, fixed order.
+"""x W^T for at most 64 rows of x, where the weight's bytes are the bound: float32 sums, fixed order.
 
     out[m, n] = bf16(sum_k x[m, k] w[n, k])
 
-Weight rows are the left operand of wgmma, 64 features to a block, and the rows of x its narrow right one. So that all
+Weight rows are the left operand of the tensor cores (`k3jax.pallas.tensor_cores`), 64 features to a block on Hopper
+and 128 on Blackwell, and the rows of x their narrow right one. So that all
 multiprocessors stream weights, the width K is shared out: over the blocks of a cluster, and over the warpgroups of a
 block. Every one of these workers takes each n-th step of K through a ring of its own and fetches for itself, as far
 ahead as the ring is long. Partial sums meet in shared memory, in order of worker: within a block, then from the other
@@ -11,6 +12,8 @@ launch is needed.
 
 Reading the layer's number is a round trip to memory before the first weight can be asked for. A weight that is no
 stack saves that.
+
+On a Blackwell GPU it has never run: there it is known to pass the interpreter and to lower.
 """
 
 from __future__ import annotations
@@ -26,14 +29,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from k3jax.pallas import requirements
+from k3jax.pallas import requirements, tensor_cores
 from k3jax.pallas.shared_memory import swizzled
+from k3jax.pallas.tensor_cores import Generation, Sums, TensorCores
 
-FEATURES = 64  # of a block: what wgmma multiplies at once
-ROW_MULTIPLE = 8  # TMA cuts rows of the tiled operand in eights
 MAX_ROWS = 64
-FEW_ROWS = 32  # up to here a worker's partial sums are small beside its weights
-MAX_SHARES = 8  # blocks of a cluster on any Hopper
+FEW_SUMS = 2048  # up to here a worker's partial sums are small beside its weights
+MAX_SHARES = 8  # blocks of a cluster on any GPU that has them
 SHARED_MEMORY = 227 * 1024
 STEPS = (256, 128, 64)  # channels; the swizzled tile has 64 of them
 
@@ -46,6 +48,7 @@ class SmallGemmTiles:
     warpgroups: int = 1  # of a block, that share its part of K
     step: int = 128  # channels that are in one stage
     stages: int = 4  # of a warpgroup's ring
+    generation: Generation = "hopper"
 
     def __post_init__(self) -> None:
         if not 1 <= self.shares <= MAX_SHARES:
@@ -58,18 +61,30 @@ class SmallGemmTiles:
             raise ValueError(f"stages={self.stages} must be at least 2: one is refilled while another is multiplied")
 
     @property
+    def tensor_cores(self) -> TensorCores:
+        """Those of the generation."""
+        return tensor_cores.of(self.generation)
+
+    @property
+    def features(self) -> int:
+        """Of a block: what the tensor cores multiply at once."""
+        return self.tensor_cores.left_rows
+
+    @property
     def workers(self) -> int:
         """Warpgroups among which K is divided."""
         return self.shares * self.warpgroups
 
     def bytes_a_block(self, rows: int) -> int:
         """Shared memory: rings, partial sums, barriers and alignment."""
-        ring = self.warpgroups * self.stages * (FEATURES + rows) * self.step * 2
+        ring = self.warpgroups * self.stages * (self.features + rows) * self.step * 2
         others = self.warpgroups - 1 + self.shares - 1
-        return ring + others * FEATURES * rows * 4 + 2048
+        return ring + others * self.features * rows * 4 + 2048
 
     def check(self, rows: int, width: int) -> None:
         """Raise `ValueError` where these tiles do not fit a product of `rows` rows over `width` channels."""
+        if rows % (multiple := self.tensor_cores.right_columns):
+            raise ValueError(f"{rows} rows are no multiple of {multiple}")
         if width % self.step:
             raise ValueError(f"step={self.step} must divide the width {width}")
         if width // self.step < self.workers:
@@ -78,46 +93,54 @@ class SmallGemmTiles:
             raise ValueError(f"stages={self.stages} need {needed} bytes of shared memory, there are {SHARED_MEMORY}")
 
 
-def padded(rows: int) -> int:
+def padded(rows: int, generation: Generation = "hopper") -> int:
     """Rows that the kernel computes for so many."""
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+    multiple = tensor_cores.of(generation).right_columns
+    return -(-rows // multiple) * multiple
 
 
-def tiles_for(rows: int, features: int, width: int, multiprocessors: int = 132) -> SmallGemmTiles:
+def tiles_for(rows: int, features: int, width: int, generation: Generation = "hopper") -> SmallGemmTiles:
     """As many blocks as there are multiprocessors, and no more: each more would be a second one somewhere.
 
     A block alone takes all of a multiprocessor's shared memory. Blocks of clusters take half: they start only where a
     group of multiprocessors has room for all of them, and 5 of 16 leave one over. Half still has 9 MB under way on the
     whole GPU, where 4.2 MB keep the memory busy. With many rows partial sums leave too little of a half; then clusters
-    are of 1, 2, 4 or 8 blocks, which fit the groups.
+    are of 1, 2, 4 or 8 blocks, which fit the groups. Those figures are Hopper's; on Blackwell nothing was measured.
     """
-    blocks = features // FEATURES
-    step = next((step for step in (128, 64) if width % step == 0), 64)
-    shares = min(MAX_SHARES, max(1, multiprocessors // blocks), max(1, width // step))
-    if rows > FEW_ROWS:
+    cores = tensor_cores.of(generation)
+    multiprocessors, blocks = cores.multiprocessors, features // cores.left_rows
+    steps = [step for step in (128, 64) if width % step == 0] or [64]
+    shares = min(MAX_SHARES, max(1, multiprocessors // blocks), max(1, width // steps[0]))
+    has_few_sums = cores.left_rows * rows <= FEW_SUMS
+    if not has_few_sums:
         shares = 1 << (shares.bit_length() - 1)
-    is_divided = shares > 1 and rows <= FEW_ROWS
-    neighbours = 2 if is_divided else -(-blocks * shares // multiprocessors)
-    tiles = SmallGemmTiles(shares=shares, step=step, stages=2)
-    room = (SHARED_MEMORY - 1024) // neighbours - tiles.bytes_a_block(rows)
-    turns = -(-(width // step) // tiles.workers)
-    fitting = room // ((FEATURES + rows) * step * 2) + 2
+    while True:
+        neighbours = 2 if shares > 1 and has_few_sums else -(-blocks * shares // multiprocessors)
+        room = (SHARED_MEMORY - 1024) // neighbours
+        options = [SmallGemmTiles(shares=shares, step=step, stages=2, generation=generation) for step in steps]
+        tiles = next((tiles for tiles in options if tiles.bytes_a_block(rows) <= room), options[-1])
+        if shares == 1 or tiles.bytes_a_block(rows) <= room:
+            break
+        shares = shares - 1 if has_few_sums else shares // 2
+    turns = -(-(width // tiles.step) // tiles.workers)
+    fitting = (room - tiles.bytes_a_block(rows)) // ((tiles.features + rows) * tiles.step * 2) + 2
     return dataclasses.replace(tiles, stages=max(2, min(turns, fitting)))
 
 
 @functools.cache
 def small_gemm_kernel(rows: int, features: int, width: int, tiles: SmallGemmTiles, is_stacked: bool, interpret=None):
-    """Build the kernel: (layer [1], x [M, K] bf16, weight [L, N, K] bf16) -> [M, N] bf16, M a multiple of eight.
+    """Build the kernel: (layer [1], x [M, K] bf16, weight [L, N, K] bf16) -> [M, N] bf16, M as `padded`.
 
     Not stacked: (x, weight [N, K]).
     """
     tiles.check(rows, width)
     steps, step, stages, workers = width // tiles.step, tiles.step, tiles.stages, tiles.workers
+    cores, block_features = tiles.tensor_cores, tiles.features
 
-    def body(*refs, x_ring, weight_ring, ready, consumed, **meeting):
+    def body(*refs, x_ring, weight_ring, ready, consumed, sums, **meeting):
         layer, x, weight, out = refs if is_stacked else (None, *refs)
         share, warpgroup = lax.axis_index("share"), lax.axis_index("warpgroup")
-        own_features = pl.ds(lax.axis_index("tile") * FEATURES, FEATURES)
+        own_features = pl.ds(lax.axis_index("tile") * block_features, block_features)
         worker = share * tiles.warpgroups + warpgroup
         turns = lax.div(steps - worker + (workers - 1), jnp.int32(workers))
         own_weight = weight if layer is None else weight.at[layer[0]]
@@ -135,14 +158,14 @@ def small_gemm_kernel(rows: int, features: int, width: int, tiles: SmallGemmTile
 
             lax.fori_loop(0, jnp.minimum(stages, turns), fill, None)
 
-        def multiply(total):
+        def multiply(total: Sums):
             def slot(turn):
                 return warpgroup * stages + lax.rem(turn, jnp.int32(stages))
 
             def visit(turn, carry):
                 plgpu.barrier_wait(ready.at[slot(turn)])
-                plgpu.wgmma(total, weight_ring.at[slot(turn)], x_ring.at[slot(turn)].T)
-                plgpu.wgmma_wait(1)  # the step before is done with its stage
+                total.add(turn, weight_ring.at[slot(turn)], x_ring.at[slot(turn)].T)
+                total.wait_for_previous(turn)  # the step before is done with its stage
                 done = turn - 1
 
                 @pl.when((done >= 0) & (done + stages < turns))
@@ -156,31 +179,31 @@ def small_gemm_kernel(rows: int, features: int, width: int, tiles: SmallGemmTile
                 return carry
 
             lax.fori_loop(0, turns, visit, None)
-            return total[...]
 
-        total = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((FEATURES, rows), jnp.float32))
+        [(_, total)] = cores.add_up(multiply, turns, rows, warpgroup, sums)
 
         def finish(total):
-            by_row = plgpu.layout_cast(total.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
+            by_row = plgpu.layout_cast(total.astype(jnp.bfloat16), cores.transposed_layout)
             out.at[:, own_features].T[...] = by_row
 
         _meet(tiles, warpgroup, share, total, finish, **meeting)
 
-    x_shape, weight_shape = ((tiles.warpgroups * stages, n, step) for n in (rows, FEATURES))
+    x_shape, weight_shape = ((tiles.warpgroups * stages, n, step) for n in (rows, block_features))
     scratch: dict[str, Any] = {
         "x_ring": swizzled(x_shape, jnp.bfloat16),
         "weight_ring": swizzled(weight_shape, jnp.bfloat16),
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=tiles.warpgroups * stages),
         "consumed": plgpu.Barrier(num_barriers=tiles.warpgroups * stages),
+        "sums": cores.scratch(rows, tiles.warpgroups),
     }
     for name, others in (("block", tiles.warpgroups - 1), ("cluster", tiles.shares - 1)):
         if others:
-            scratch[f"{name}_sums"] = plgpu.SMEM((others, FEATURES, rows), jnp.float32)
+            scratch[f"{name}_sums"] = plgpu.SMEM((others, block_features, rows), jnp.float32)
             scratch[f"{name}_met"] = plgpu.Barrier(num_arrivals=others)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, features), jnp.bfloat16),
-        grid=(features // FEATURES,),
+        grid=(features // block_features,),
         grid_names=("tile",),
         cluster=(tiles.shares,),
         cluster_names=("share",),
@@ -198,7 +221,7 @@ def _meet(tiles: SmallGemmTiles, warpgroup, share, total, finish, **meeting) -> 
     def add(total, name: str, others: int):
         plgpu.barrier_wait(meeting[f"{name}_met"])
         for other in range(others):
-            total += plgpu.load(meeting[f"{name}_sums"].at[other], layout=plgpu.Layout.WGMMA, optimized=False)
+            total += plgpu.load(meeting[f"{name}_sums"].at[other], layout=tiles.tensor_cores.layout, optimized=False)
         return total
 
     def in_cluster(total):
@@ -237,29 +260,35 @@ def small_gemm_pallas(
     weight: Float[Array, "*L N K"],
     *,
     tiles: SmallGemmTiles | None = None,
+    generation: Generation = "hopper",
     interpret=None,
 ) -> Float[Array, "M N"]:
     """`layers.linear` on the kernel: by a layer's weight as stored, [out, in], or by `weight` itself without `layer`.
 
     Sums in float32, rounded once. Deterministic; a row's result does not depend on the others, nor on their number up
-    to the next multiple of eight. Rows that are no multiple of eight are padded by a copy of x.
+    to the next multiple of eight (Blackwell: 16). Rows that are no such multiple are padded by a copy of x. Without
+    `tiles` they are those for `generation`.
     """
     rows, width = x.shape
     features = weight.shape[-2]
-    tiles = tiles or tiles_for(padded(rows), features, width)
-    kernel = small_gemm_kernel(padded(rows), features, width, tiles, layer is not None, interpret)
-    x = jnp.pad(x, ((0, padded(rows) - rows), (0, 0)))
+    tiles = tiles or tiles_for(padded(rows, generation), features, width, generation)
+    computed = padded(rows, tiles.generation)
+    kernel = small_gemm_kernel(computed, features, width, tiles, layer is not None, interpret)
+    x = jnp.pad(x, ((0, computed - rows), (0, 0)))
     return (kernel(x, weight) if layer is None else kernel(layer, x, weight))[:rows]
 
 
 def supported(rows: int, features: int, width: int, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernel cannot run with `tiles_for`'s tiles, or None."""
-    if reason := requirements.refusal(dtype, platform, compute_capability, uses_wgmma=True):
+    if reason := requirements.refusal(dtype, platform, compute_capability, uses_tensor_cores=True):
         return reason
+    generation = tensor_cores.generation_of(compute_capability)
+    assert generation is not None
+    block_features = tensor_cores.of(generation).left_rows
     if rows > MAX_ROWS:
         return f"{rows} rows are more than {MAX_ROWS}: the weight's bytes no longer bind"
-    if features % FEATURES:
-        return f"{features} features are no multiple of {FEATURES}"
+    if features % block_features:
+        return f"{features} features are no multiple of {block_features}"
     if width % STEPS[-1]:
         return f"width {width} is no multiple of {STEPS[-1]}"
     return None

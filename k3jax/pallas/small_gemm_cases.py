@@ -43,6 +43,11 @@ CASES = (  # seven steps of K: no number of workers divides them
     SmallGemmCase(name="cluster of three", rows=3, features=128, tiles=_tiles(3, 1, 3), scale=1e6),
     SmallGemmCase(name="cluster of two, two warpgroups each", rows=64, tiles=_tiles(2, 2, 2)),
 )
+BLACKWELL_CASES = tuple(
+    dataclasses.replace(case, features=2 * case.features, tiles=dataclasses.replace(case.tiles, generation="blackwell"))
+    for case in CASES
+    if case.tiles
+)
 # Of a TP8 rank, features by width: q, k, v and gate of KDA; its output; latents down and up; queries down, MLA's gate
 # and the shared experts' gate and up; their output; the router; the MLA latent; queries up; the head.
 SHAPES = ((6144, 7168), (7168, 1536), (3584, 7168), (7168, 3584), (1536, 7168), (7168, 768), (896, 7168))

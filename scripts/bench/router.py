@@ -78,7 +78,7 @@ def measure(tokens: int, logit_tiles: LogitTiles, map_tiles: MapTiles) -> dict:
     import torch  # pyright: ignore[reportMissingImports]
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    padded = -(-tokens // router_logits.TOKEN_MULTIPLE) * router_logits.TOKEN_MULTIPLE
+    padded = router_logits.padded(tokens)
 
     def ints(*values: int):
         return torch.tensor(values, dtype=torch.int32, device="cuda")

@@ -22,7 +22,11 @@ def rng() -> np.random.Generator:
     return np.random.default_rng()
 
 
-@pytest.mark.parametrize("case", router_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*router_cases.CASES, *router_cases.BLACKWELL_CASES],
+    ids=lambda case: f"{case.tiles.logits.generation}, {case.name}",
+)
 def test_the_kernels_equal_the_oracle_without_races(case, capsys):
     """Rows of padding are NaN, so are other layers' weights, and outputs before they are written."""
     verdict = router_cases.run(case, rng(), INTERPRETER)
@@ -83,12 +87,20 @@ def test_the_judge_rejects_a_swapped_tie_and_a_weight_one_part_in_a_hundred_thou
     assert router_cases.judge_choice(logits, bias, np.array([[1, 2]]), weights * 1.00001)[1] > router_cases.WEIGHT_LIMIT
 
 
-@pytest.mark.parametrize("sharers", [1, 2])
-def test_logits_go_round_a_ring_shorter_than_the_width(sharers, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        LogitTiles(tokens=16, warpgroups=1, shares=1),
+        LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=2),
+        LogitTiles(tokens=144, warpgroups=1, shares=1, generation="blackwell"),  # to registers in three parts
+    ],
+    ids=["a block for itself", "two blocks for both", "Blackwell"],
+)
+def test_logits_go_round_a_ring_shorter_than_the_width(tiles, monkeypatch, capsys):
     monkeypatch.setattr(router_logits, "MAX_STAGES", 2)
-    tiles = LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=sharers)
-    kernel = router_logits.logits_kernel(16, 128, 4 * router_logits.STEP, tiles, INTERPRETER)
-    hidden, weight = (jnp.asarray(rng().standard_normal((n, 4 * router_logits.STEP)), jnp.bfloat16) for n in (16, 128))
+    tokens, width = tiles.tokens, 4 * router_logits.STEP
+    kernel = router_logits.logits_kernel(tokens, 128, width, tiles, INTERPRETER)
+    hidden, weight = (jnp.asarray(rng().standard_normal((n, width)), jnp.bfloat16) for n in (tokens, 128))
     [logits] = jax.jit(kernel)(jnp.zeros(1, jnp.int32), hidden, weight[None])
     exact = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(logits, exact, atol=1e-4)
@@ -120,6 +132,16 @@ def test_logit_tiles_fill_the_gpu_at_k3s_shapes():
     assert large.grid(8192, 896) == (7, 37, 1)  # 259 blocks, two waves of 132
 
 
+def test_on_blackwell_a_warpgroup_takes_128_experts_and_tokens_come_in_16():
+    few, many = (router_logits.tiles_for(n, 896, 7168, "blackwell") for n in (9, 8192))
+    assert few.grid(9, 896) == (7, 1, 16)
+    assert (few.tokens, few.experts, few.sharers) == (16, 128, 1)
+    assert (many.warpgroups, many.experts) == (1, 128)
+    assert router_logits.padded(9, "blackwell") == 16
+    with pytest.raises(ValueError, match="tokens=24 must be a multiple of 16"):
+        LogitTiles(tokens=24, warpgroups=1, shares=1, generation="blackwell")
+
+
 def test_tiles_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="tokens=12 must be a multiple of 8"):
         LogitTiles(tokens=12, warpgroups=1, shares=1)
@@ -128,7 +150,7 @@ def test_tiles_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="into eights for sharers=2"):
         LogitTiles(tokens=8, warpgroups=1, shares=1, sharers=2)
     with pytest.raises(ValueError, match="7 tiles of experts are no multiple of sharers=2"):
-        LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=2).grid(16, 7 * router_logits.EXPERTS)
+        LogitTiles(tokens=16, warpgroups=1, shares=1, sharers=2).grid(16, 7 * 64)
     with pytest.raises(ValueError, match="tokens=6 must be 1, 2 or a multiple of 4"):
         MapTiles(tokens=6)
     with pytest.raises(ValueError, match="chunk=100 must be"):
@@ -141,7 +163,8 @@ def test_supported_names_what_is_not_covered():
     config = presets.k3()
     assert router.supported(config, jnp.bfloat16, "gpu", 9.0) is None
     assert "not cpu" in (router.supported(config, jnp.bfloat16, "cpu", 0.0) or "")
-    assert "10.3" in (router.supported(config, jnp.bfloat16, "gpu", 10.3) or "")
+    assert router.supported(config, jnp.bfloat16, "gpu", 10.3) is None
+    assert "12.0" in (router.supported(config, jnp.bfloat16, "gpu", 12.0) or "")
     assert "float32" in (router.supported(config, jnp.float32, "gpu", 9.0) or "")
     few = router_cases.config_of(RouterCase(name="few", tokens=1, experts=100))
     assert "100 experts" in (router.supported(few, jnp.bfloat16, "gpu", 9.0) or "")

@@ -17,7 +17,11 @@ def rng() -> np.random.Generator:
     return np.random.default_rng()
 
 
-@pytest.mark.parametrize("case", small_gemm_cases.CASES, ids=lambda case: case.name)
+def with_generation(case: small_gemm_cases.SmallGemmCase) -> str:
+    return f"{case.tiles and case.tiles.generation}, {case.name}"
+
+
+@pytest.mark.parametrize("case", [*small_gemm_cases.CASES, *small_gemm_cases.BLACKWELL_CASES], ids=with_generation)
 def test_the_kernel_equals_the_oracle_without_races(case, capsys):
     """Outputs and shared memory start as NaN, so does every other layer's weight."""
     worst = small_gemm_cases.run(case, rng(), mosaic_interpreter.interpreter())
@@ -25,8 +29,8 @@ def test_the_kernel_equals_the_oracle_without_races(case, capsys):
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-def test_a_row_has_the_same_bits_whatever_the_others_hold():
-    case = small_gemm_cases.CASES[2]
+@pytest.mark.parametrize("case", [small_gemm_cases.CASES[2], small_gemm_cases.BLACKWELL_CASES[2]], ids=with_generation)
+def test_a_row_has_the_same_bits_whatever_the_others_hold(case):
     inputs = small_gemm_cases.draw(case, rng())
     run = jax.jit(
         functools.partial(small_gemm.small_gemm_pallas, tiles=case.tiles, interpret=mosaic_interpreter.interpreter())
@@ -75,15 +79,21 @@ def test_one_kernel_serves_all_layers():
     assert small_gemm.small_gemm_kernel(*arguments) is small_gemm.small_gemm_kernel(*arguments)
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
-def test_tiles_for_k3s_shapes_fit_and_run_in_one_wave(rows):
+@pytest.mark.parametrize(
+    ("generation", "rows", "multiprocessors", "fewest"),
+    [("hopper", 8, 132, 72), ("hopper", 16, 132, 72), ("hopper", 32, 132, 72), ("hopper", 64, 132, 72)]
+    + [("blackwell", 16, 148, 56), ("blackwell", 32, 148, 56), ("blackwell", 64, 148, 28)],
+)
+def test_tiles_for_k3s_shapes_fit_and_run_in_one_wave(generation, rows, multiprocessors, fewest):
     for features, width in (*small_gemm_cases.SHAPES, *small_gemm_cases.OTHER_SHAPES):
-        tiles = small_gemm.tiles_for(rows, features, width)
+        tiles = small_gemm.tiles_for(rows, features, width, generation)
+        if features % tiles.features:
+            continue  # `supported` refuses it
         tiles.check(rows, width)
-        blocks = features // small_gemm.FEATURES * tiles.shares
+        blocks = features // tiles.features * tiles.shares
         at_once = small_gemm.SHARED_MEMORY // (tiles.bytes_a_block(rows) + 1024)
-        assert blocks <= 132 * max(1, at_once), (features, width, tiles)
-        assert blocks >= 72
+        assert blocks <= multiprocessors * max(1, at_once), (features, width, tiles)
+        assert blocks >= fewest
 
 
 def test_tiles_that_cannot_be_are_refused():
@@ -97,6 +107,8 @@ def test_tiles_that_cannot_be_are_refused():
         SmallGemmTiles(stages=1)
     with pytest.raises(ValueError, match="step=128 must divide the width 192"):
         SmallGemmTiles().check(8, 192)
+    with pytest.raises(ValueError, match="8 rows are no multiple of 16"):
+        SmallGemmTiles(generation="blackwell").check(8, 1536)
     with pytest.raises(ValueError, match="16 workers leave some without"):
         SmallGemmTiles(shares=8, warpgroups=2).check(8, 1536)
     with pytest.raises(ValueError, match="bytes of shared memory"):
@@ -107,7 +119,10 @@ def test_supported_names_what_is_not_covered():
     shape = (9, 7168, 1536)
     assert small_gemm.supported(*shape, jnp.bfloat16, "gpu", 9.0) is None
     assert "not cpu" in (small_gemm.supported(*shape, jnp.bfloat16, "cpu", 0.0) or "")
-    assert "10.3" in (small_gemm.supported(*shape, jnp.bfloat16, "gpu", 10.3) or "")
+    assert small_gemm.supported(*shape, jnp.bfloat16, "gpu", 10.3) is None
+    assert "12.0" in (small_gemm.supported(*shape, jnp.bfloat16, "gpu", 12.0) or "")
+    assert small_gemm.supported(9, 576, 7168, jnp.bfloat16, "gpu", 9.0) is None
+    assert "576 features" in (small_gemm.supported(9, 576, 7168, jnp.bfloat16, "gpu", 10.3) or "")
     assert "float32" in (small_gemm.supported(*shape, jnp.float32, "gpu", 9.0) or "")
     assert "65 rows" in (small_gemm.supported(65, 7168, 1536, jnp.bfloat16, "gpu", 9.0) or "")
     assert "12 features" in (small_gemm.supported(9, 12, 7168, jnp.bfloat16, "gpu", 9.0) or "")

@@ -138,6 +138,16 @@ def test_kernels_that_multiply_as_hopper_does_stay_away_from_blackwell():
     assert choice.backend == "xla" and "wgmma" in choice.reason
 
 
+@pytest.mark.parametrize("op", dispatch.BLACKWELL_KERNELS)
+def test_kernels_with_a_form_for_blackwells_tensor_cores_take_it_there_and_only_there(op):
+    for capability, kernels in ((9.0, dispatch.KERNELS), (10.3, dispatch.BLACKWELL_KERNELS)):
+        ops, choices = dispatch.choose(dataclasses.replace(HOPPER, compute_capability=capability), "pallas")
+        assert getattr(ops, op) is kernels[op]
+        assert [choice.backend for choice in choices if choice.op == op] == ["pallas"]
+    ops, _ = dispatch.choose(dataclasses.replace(HOPPER, compute_capability=12.0), "pallas")
+    assert getattr(ops, op) is getattr(dispatch.Ops(), op)
+
+
 def operands_used_twice(lowered: jax.stages.Lowered) -> list[str]:
     """Types of what a kernel writes in place although something else reads it too, so that XLA would copy it."""
     found = []

@@ -1,0 +1,47 @@
+"""Lower the kernels that have a tcgen05 form for sm_103 and print what of the tensor cores each has: a JSON line each.
+
+A program of its own, because JAX reads the compute capability from the device once: the process starts with another
+answer. No GPU is needed, and none can run the result here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+
+import moe_lowering
+from jax.experimental.mosaic.gpu import utils
+
+from k3jax.pallas import router_logits, small_gemm
+from k3jax.pallas.tensor_cores import Generation
+
+INSTRUCTIONS = {"tcgen05": r"tcgen05\.mma\.cta_group", "wgmma": r"wgmma\.mma_async"}
+EXPERTS, WIDTH, LAYERS = moe_lowering.EXPERTS, moe_lowering.WIDTH, moe_lowering.LAYERS
+
+
+def counts(text: str) -> dict[str, int]:
+    """How often the text of a program has each generation's instruction."""
+    return {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()}
+
+
+def multiply(rows: int, features: int, width: int, generation: Generation) -> str:
+    run = functools.partial(small_gemm.small_gemm_pallas, generation=generation)
+    x, weight = moe_lowering.bf16(rows, width), moe_lowering.bf16(LAYERS, features, width)
+    return moe_lowering.lowered(run, moe_lowering.i32(1), x, weight)
+
+
+def logits(tokens: int, generation: Generation) -> str:
+    padded = router_logits.padded(tokens, generation)
+    tiles = router_logits.tiles_for(tokens, EXPERTS, WIDTH, generation)
+    kernel = router_logits.logits_kernel(padded, EXPERTS, WIDTH, tiles)
+    hidden, router = moe_lowering.bf16(padded, WIDTH), moe_lowering.bf16(LAYERS, EXPERTS, WIDTH)
+    return moe_lowering.lowered(kernel, moe_lowering.i32(1), hidden, router)
+
+
+if __name__ == "__main__":
+    utils._infer_arch = lambda: (10, 3)
+    for shape in ((9, 7168, 1536), (64, 1536, 7168)):
+        print(json.dumps({"kernel": "small_gemm", **counts(multiply(*shape, "blackwell"))}))
+    for tokens in (9, 144, 8192):
+        print(json.dumps({"kernel": "router_logits", **counts(logits(tokens, "blackwell"))}))
