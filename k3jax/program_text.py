@@ -1,12 +1,13 @@
 """Reading an optimised XLA program (`compiled.as_text()`, CPU or GPU) to prove what it does not do.
 
-Three questions: does it copy a pool, does a token mixer move rows about, how many collectives does it run. Everything
-else in the text is ignored.
+Questions: does it copy a pool, does a token mixer move rows about, how many collectives does it run, does it make
+arrays larger than it should, does it wait for the host. Everything else in the text is ignored.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -22,6 +23,7 @@ TRANSPARENT = CONTROL | {"bitcast", "opt-barrier", "optimization-barrier"}
 UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 # Instructions that a fused or renamed primitive leaves behind and that move nothing by themselves.
 VIEWS = CONTROL | {"fusion", "bitcast", "transpose", "copy", "reshape"}
+HOST_TRANSFERS = ("infeed", "outfeed", "send", "recv")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 
 
@@ -219,3 +221,28 @@ def collectives(program: ProgramText) -> list[Instruction]:
     """Every collective in the text; an asynchronous pair counts once, one inside a loop stands for all its turns."""
     names = {*COLLECTIVES, *(f"{name}-start" for name in COLLECTIVES)}
     return [instruction for _, instruction in program.instructions() if instruction.opcode in names]
+
+
+# --- sizes, and the host ----------------------------------------------------------------------------------------------
+def large_results(program: ProgramText, num_elements: int, exempt: Iterable[ArrayType]) -> list[Instruction]:
+    """Instructions that make an array of at least so many elements, of any type but those exempt; pools, say.
+
+    Bodies of fusions are looked at too: what they make is not stored, but it is computed.
+    """
+    kept = set(exempt)
+
+    def is_large(array: ArrayType) -> bool:
+        return math.prod(array.dims) >= num_elements and array not in kept
+
+    return [i for _, i in program.instructions() if i.opcode not in TRANSPARENT and any(map(is_large, i.results))]
+
+
+def host_transfers(program: ProgramText) -> list[Instruction]:
+    """Instructions for which a step would wait for the host: transfers, and calls of its functions."""
+    names = {f"{name}{suffix}" for name in HOST_TRANSFERS for suffix in ("", "-done")}
+
+    def calls_back(instruction: Instruction) -> bool:
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+        return target is not None and "callback" in target.group(1)
+
+    return [i for _, i in program.instructions() if i.opcode in names or calls_back(i)]
