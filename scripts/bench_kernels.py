@@ -27,6 +27,7 @@ OPS = (
     "kda-decode",
     "kda-prefill",
     "kda-verify",
+    "latent-moe",
     "mla-decode",
     "moe-tail",
     "router",
