@@ -1,10 +1,12 @@
 """Time the whole LatentMoE block, router to residual, in the TP8 shape on a GPU: one JSON line per number of tokens.
 
-`us` is a layer's block with the finalize deferred, as it is served: router, latent projection, experts, their rows
-summed while the latent norm reads them, projection back, shared expert, sum. `separate_us` has the sum as a pass of its
-own; `xla_us` (with --xla) is the block without kernels. They are timed in turns within one run. `floor_us` is the sum
-of the floors of the parts, each named beside it: weights and rows at read speed or operations, and at copy speed the
-finalize.
+`us` is a layer's block with the finalize deferred: router, latent projection, experts, their rows summed while the
+latent norm reads them, projection back, shared expert, sum. `separate_us` has the sum as a pass of its own; `xla_us`
+(with --xla) is the block without kernels. They are timed in turns within one run. `floor_us` is the sum of the floors
+of the parts, each named beside it: weights and rows at read speed or operations, and at copy speed the finalize.
+
+Weights that XLA multiplies by are an array for each layer. Out of a stack XLA may copy the layer's slice first, and in
+a loop it always does: `stacked_us` (with --stacked) is `us` with stacks.
 
 A program runs the blocks of several layers one after the other, small ones in several rounds so that the host is not
 what is timed. A layer's weights exceed the L2 cache, so they are cold. What a block adds is scaled down, or the rows of
@@ -45,6 +47,7 @@ ROUNDS = ((64, 32), (1024, 8))  # up to so many tokens, so many
 REPEATS = 15
 SCALE = 1e-3
 DTYPE = jnp.dtype(jnp.bfloat16)
+MULTIPLIED = ("latent_down", "latent_up", "shared_gate_up", "shared_down")  # by XLA
 PARTS = ("router", "routed experts", "latent projections and shared expert")  # of a layer, that are in the block
 
 
@@ -53,10 +56,11 @@ def main() -> None:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=whole(1), nargs="+", default=TOKENS)
     parser.add_argument("--xla", action="store_true", help="time the block without kernels too")
+    parser.add_argument("--stacked", action="store_true", help="time it with all weights in stacks of layers too")
     args = parser.parse_args()
     keep_loops_on_the_gpu()
     config = slice_config(1 + LAYERS)  # the first layer has no experts
-    blocks = Blocks(config, has_xla=args.xla)
+    blocks = Blocks(config, has_xla=args.xla, has_stacked=args.stacked)
     for tokens in args.tokens:
         row = {"op": "latent_moe", "tokens": tokens}
         try:
@@ -69,7 +73,7 @@ def main() -> None:
 class Blocks:
     """The ways to run the block, with the weights that each takes."""
 
-    def __init__(self, config: K3Config, *, has_xla: bool):
+    def __init__(self, config: K3Config, *, has_xla: bool = False, has_stacked: bool = False):
         self.config = config
         device = jax.devices()[0]
         deferred, separate = (
@@ -79,10 +83,15 @@ class Blocks:
         tree = {"moe": params.abstract(config)["moe"]}
         is_repacked = dispatch.wants_repacked_experts(deferred)
         weights = random_weights(config, tree, DTYPE, forms=expert_load.REPACK if is_repacked else {})
-        self.ways = {"us": (deferred, weights), "separate_us": (separate, weights)}
+        by_layer = apart(weights)
+        self.ways = {"us": (deferred, by_layer), "separate_us": (separate, by_layer)}
         if has_xla:
-            plain = random_weights(config, tree, DTYPE) if is_repacked else weights
-            self.ways["xla_us"] = (dispatch.Ops(), plain)
+            self.ways["xla_us"] = (
+                dispatch.Ops(),
+                apart(random_weights(config, tree, DTYPE)) if is_repacked else by_layer,
+            )
+        if has_stacked:
+            self.ways["stacked_us"] = (deferred, weights)
 
     def measure(self, tokens: int, repeats: int = REPEATS) -> dict[str, float]:
         """Microseconds of one block each way, and the floors."""
@@ -111,6 +120,11 @@ class Blocks:
             "deferred_by_separate": round(us["us"] / us["separate_us"], 3),
             **{f"{name}_floor_us": round(floor, 1) for name, floor in floors.items()},
         }
+
+
+def apart(weights: params.Tree) -> params.Tree:
+    """The same with one array for each layer of what XLA multiplies by."""
+    return {"moe": weights["moe"] | {name: tuple(weights["moe"][name]) for name in MULTIPLIED}}
 
 
 def program(config: K3Config, ops: dispatch.Ops, rounds: int) -> Callable[..., Any]:

@@ -5,6 +5,9 @@ import math
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from k3jax import presets
@@ -25,13 +28,25 @@ def latent_moe(monkeypatch):
     return latent_moe
 
 
-@pytest.mark.parametrize("has_xla", [False, True])
-def test_every_way_is_timed(latent_moe, has_xla):
-    blocks = latent_moe.Blocks(CONFIG, has_xla=has_xla)
+@pytest.mark.parametrize("is_all", [False, True])
+def test_every_way_is_timed(latent_moe, is_all):
+    blocks = latent_moe.Blocks(CONFIG, has_xla=is_all, has_stacked=is_all)
     row = blocks.measure(5, repeats=1)
-    assert {name for name in ("us", "separate_us", "xla_us") if name in row} == set(blocks.ways)
-    assert len(blocks.ways) == 2 + has_xla
+    others = {"xla_us", "stacked_us"} if is_all else set()
+    assert set(blocks.ways) == {"us", "separate_us"} | others and set(blocks.ways) <= set(row)
     assert all(0 < value < math.inf for name, value in row.items() if not name.endswith("floor_us"))
+
+
+def test_weights_apart_give_the_same_block(latent_moe):
+    blocks = latent_moe.Blocks(CONFIG, has_stacked=True)
+    x = jax.random.normal(jax.random.key(0), (5, CONFIG.hidden_size), jnp.bfloat16)
+    live = jnp.ones(5, bool)
+    one, other = (
+        latent_moe.program(CONFIG, ops, rounds=2)(x, live, weights)
+        for ops, weights in (blocks.ways["us"], blocks.ways["stacked_us"])
+    )
+    np.testing.assert_array_equal(one, other)
+    assert np.any(np.asarray(one) != np.asarray(x))
 
 
 def test_the_floor_is_the_sum_of_its_parts(latent_moe):
