@@ -44,13 +44,21 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats: stats.prefix_query_tokens_total),
     ("prefix_cache_hits", "Of them, tokens found, host hits included.", lambda stats: stats.prefix_hit_tokens_total),
     ("prefix_cache_host_hits", "Of them, found in host memory only.", lambda s: s.prefix_host_hit_tokens_total),
-    ("prefix_cache_missed_pages", "Not found for want of pages.", lambda s: s.prefix_missed_page_tokens_total),
+    (
+        "prefix_cache_missed_pages",
+        "Seen before, not found for want of pages.",
+        lambda s: s.prefix_missed_page_tokens_total,
+    ),
     (
         "prefix_cache_missed_checkpoints",
         "Not found for want of a KDA state.",
         lambda stats: stats.prefix_missed_checkpoint_tokens_total,
     ),
-    ("prefix_cache_missed_both", "Not found for want of both.", lambda s: s.prefix_missed_both_tokens_total),
+    (
+        "prefix_cache_missed_both",
+        "Never seen, or too long ago to be remembered.",
+        lambda s: s.prefix_missed_both_tokens_total,
+    ),
     ("prefix_cache_evicted_pages", "Pages evicted.", lambda stats: stats.pages_evicted_total),
     ("prefix_cache_evicted_checkpoints", "KDA states evicted.", lambda stats: stats.checkpoints_evicted_total),
     ("num_parked", "Preemptions whose state went to host memory.", lambda stats: stats.parks_total),

@@ -112,6 +112,7 @@ def _open_life(state: SchedulerState, request: LiveRequest, match: Match | None,
     else:
         request.num_on_device = start
         request.num_with_pages = max(request.num_with_pages, match.deepest.num_tokens)
+        request.num_seen = max(request.num_seen, match.num_seen)
     # A request that comes back shows nothing new: the chain that it leaves is its own.
     num_seen = max(request.num_with_pages, match.num_seen if match is not None else 0)
     junction = num_seen if is_first else 0
@@ -129,10 +130,11 @@ def _count(state: SchedulerState, request: LiveRequest) -> None:
     findable = (request.num_prompt - 1) // block * block  # the last token is always computed
     hit = request.num_cached
     with_pages = max(hit, min(request.num_with_pages, findable))
-    with_state = max(with_pages, request.num_state_only)
+    # Pages come first: whether a state was lost with them, or before them, shows once there are enough pages.
+    was_there = max(with_pages, request.num_state_only, min(request.num_seen, findable))
     counts.prefix_queried += request.num_prompt
     counts.prefix_hit += hit
     counts.prefix_hit_host += max(0, hit - request.num_on_device)
     counts.missed_checkpoint += with_pages - hit
-    counts.missed_page += with_state - with_pages
-    counts.missed_both += max(0, findable - with_state)
+    counts.missed_page += was_there - with_pages
+    counts.missed_both += max(0, findable - was_there)

@@ -86,6 +86,7 @@ class LiveRequest:
     num_on_device: int = 0  # what the device alone had when that load was started
     num_with_pages: int = 0  # positions whose pages device and host had when it was looked up last
     num_state_only: int = 0  # a position beyond them whose state alone was there
+    num_seen: int = 0  # positions whose pages the device has or had, as far as it remembers
     looked_up: int = -1  # version of the host tier when it was looked up last
     parked: Parked | None = None
     refused_at: tuple[int, int] | None = None  # free memory when an admission failed last

@@ -74,6 +74,7 @@ def _load_prefix(state: SchedulerState, request: LiveRequest) -> None:
     num_tokens = len(request.tokens)
     end = match.deepest.num_tokens
     request.num_on_device = match.usable.num_tokens
+    request.num_seen = match.num_seen
     while end + size <= num_tokens and host.find(EntryKind.PAGE, request.digest(end // size, size)) is not None:
         end += size
     request.num_with_pages = end

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 class EngineStats:
     """Gauges as of the last step; totals since the engine started.
 
-    Of the prompt tokens looked up, a part was found, and a part was not because pages were missing, or the state
-    checkpoint, or both. (The tokens after the last block boundary can never be found and are in none of the parts.)
+    Of the prompt tokens looked up, a part was found. A part was not because its pages have been evicted since it was
+    seen, a part because the state checkpoint alone was missing, and the rest because neither was there: it is new, or
+    was seen too long ago to be remembered. (The tokens after the last block boundary can never be found and are in none
+    of the parts.)
     """
 
     num_running: int = 0

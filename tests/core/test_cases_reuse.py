@@ -60,6 +60,33 @@ def test_the_metrics_say_which_kind_missed():
     ]
 
 
+def _missed(drive, request):
+    """Tokens of a request alone: found, missed for want of pages, of a state, and never seen."""
+    before = drive.scheduler.stats()
+    drive.run_alone(request)
+    after = drive.scheduler.stats()
+    names = ("hit", "missed_page", "missed_checkpoint", "missed_both")
+    return tuple(
+        getattr(after, f"prefix_{n}_tokens_total") - getattr(before, f"prefix_{n}_tokens_total") for n in names
+    )
+
+
+@pytest.mark.parametrize("host_cache_bytes", [0, 1])
+def test_a_prompt_whose_pages_were_evicted_is_missed_for_want_of_pages(host_cache_bytes):
+    """D17: what tells to raise --num-pages moves without a host tier too; here it holds nothing, or there is none."""
+    drive = _drive(num_pages=18, num_rows=2, num_slots=9, max_model_len=1024, host_cache_bytes=host_cache_bytes)
+    shared = prompt(200)
+    assert _missed(drive, same_prefix("new", shared)) == (0, 0, 0, 192)
+    assert _missed(drive, same_prefix("again", shared)) == (192, 0, 0, 0)
+    for i in range(3):
+        assert _missed(drive, same_prefix(f"other{i}", prompt(900, 2 + i))) == (0, 0, 0, 896)
+    assert drive.scheduler.stats().pages_evicted_total >= 14
+    assert _missed(drive, same_prefix("evicted", shared, prompt(64, 9))) == (0, 192, 0, 64)
+    assert _missed(drive, same_prefix("back", shared)) == (192, 0, 0, 0)
+    drive.scheduler.reset_prefix_cache()
+    assert _missed(drive, same_prefix("forgotten", shared)) == (0, 0, 0, 192)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_chat_finds_more_every_turn(overlap):
     """Each turn finds all of the turn before but its last, unfinished block."""
