@@ -89,6 +89,12 @@ class ServeConfig:
     max_num_seqs: int | None = setting(
         None, "scheduling", "requests that run at once; unset: 256 on a GPU, 32 on a CPU", metavar="N"
     )
+    max_waiting: int = setting(
+        1024,
+        "scheduling",
+        "requests that may wait beside --max-num-seqs that run; beyond them: 429; 0: no bound",
+        metavar="N",
+    )
     max_step_tokens: int | None = setting(
         None,
         "scheduling",
@@ -271,6 +277,7 @@ class ServeConfig:
         for name in ("max_model_len", "num_pages", "num_slots"):
             _require(self, name, lambda value: value >= 2, "Use 2 or more.")
         _require(self, "draft_tokens", lambda value: 1 <= value <= 15, "Use 1 to 15.")
+        _require(self, "max_waiting", lambda value: value >= 0, "Use 1 or more, or 0 for no bound.")
         _require(self, "reserve_draft_slots", lambda value: value >= 0, "Use 0 or more.")
         _require(self, "checkpoint_stride", lambda value: value >= 64 and value % 64 == 0, "Use a multiple of 64.")
         _require(self, "checkpoint_every", lambda value: value >= 0 and value % 64 == 0, "Use 0 or a multiple of 64.")
@@ -309,7 +316,7 @@ class ServeConfig:
             for name in ("checkpoint", "checkpoint_stride", "checkpoint_every", "checkpoint_share", "host_cache_gb"):
                 self._refuse_beside(name, "--no-prefix-cache", "which keeps nothing")
         if self.checkpoint == "off":
-            for name in ("checkpoint_stride", "checkpoint_every"):
+            for name in ("checkpoint_stride", "checkpoint_every", "checkpoint_share"):
                 self._refuse_beside(name, "--checkpoint=off", "which keeps no state of a prompt")
         if self.num_slots is not None:
             self._refuse_beside("checkpoint_share", f"--num-slots={self.num_slots}", "which fixes the slots")

@@ -45,14 +45,15 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineBusy(RuntimeError):
-    """More requests wait than `max_waiting` allows; try again later."""
+    """As many requests wait as `max_waiting` allows; try again later."""
 
 
 class Engine:
     """Generates tokens for many requests at once.
 
-    `max_waiting` bounds the queue (None: no bound), `seed` makes the seeds of unseeded requests repeatable. With
-    `overlap` a step is dispatched before the one before it is read. Requests submitted before `start` wait for it.
+    `max_waiting` bounds the requests beside the device's rows (None: no bound), `seed` makes the seeds of unseeded
+    requests repeatable. With `overlap` a step is dispatched before the one before it is read. Requests submitted before
+    `start` wait for it.
     """
 
     def __init__(
@@ -87,6 +88,15 @@ class Engine:
     def limits(self) -> ExecutorLimits:
         """What the device holds."""
         return self._executor.limits
+
+    @property
+    def max_unfinished(self) -> int | None:
+        """How many requests there may be at once; None: no bound.
+
+        Counted from the rows, not from the requests that run now: the count of those lags, and a burst on an idle
+        engine would be refused although there is room.
+        """
+        return None if self._max_waiting is None else self.limits.num_rows + self._max_waiting
 
     @property
     def state(self) -> EngineState:
@@ -127,7 +137,7 @@ class Engine:
                 raise EngineUnavailable(state)
             if request.request_id in self._sinks:
                 raise ValueError(f"request_id={request.request_id!r} is in use. Give every request its own.")
-            if self._max_waiting is not None and len(self._sinks) - self._stats.num_running >= self._max_waiting:
+            if self.max_unfinished is not None and len(self._sinks) >= self.max_unfinished:
                 raise EngineBusy(f"{self._max_waiting} requests are waiting already. Try again later.")
             self._sinks[request.request_id] = sink
             self._inbox.append(functools.partial(self._loop.add, request))

@@ -69,7 +69,9 @@ def build_engine(
         executor = build_executor(
             config, model_config, folder, draft_folder(config), report, lambda limits: Scheduler(limits, policy=policy)
         )
-    engine = Engine(executor, seed=config.seed, policy=policy, overlap=config.overlap)
+    engine = Engine(
+        executor, max_waiting=config.max_waiting or None, seed=config.seed, policy=policy, overlap=config.overlap
+    )
     engine.start()
     return engine, tokenizer, _literals(folder)
 

@@ -41,8 +41,8 @@ class Generation:
 class LLM:
     """A model in this process.
 
-    `settings` are the fields of `serving.config.ServeConfig`; those about HTTP have no effect here. Use it as a context
-    manager, or call `close`, to give the device back.
+    `settings` are the fields of `serving.config.ServeConfig`; those about HTTP have no effect here, and
+    `max_waiting` is 0 (no bound) unless given. Use it as a context manager, or call `close`, to give the device back.
 
         with LLM("demo") as llm:
             print(llm.generate("The capital of France is", max_tokens=8, temperature=0.0)[0].text)
@@ -55,7 +55,7 @@ class LLM:
         from serving.config import ServeConfig
         from serving.launch import build_engine  # imports jax, which takes seconds
 
-        self._set(*build_engine(ServeConfig(model=model, **settings)))
+        self._set(*build_engine(ServeConfig(model=model, **({"max_waiting": 0} | settings))))
 
     @classmethod
     def from_engine(

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncIterator, Sequence
 
-from serving.api.errors import busy, failed, unavailable
+from serving.api.errors import busy, failed, invalid, unavailable
 from serving.api.mailbox import Mailbox
 from serving.core.types import FinishReason, GenerationRequest, OutputDelta
 from serving.engine import Engine, EngineBusy, EngineUnavailable
@@ -55,16 +55,24 @@ class Generation:
         """Submit every choice. After an error some may run: leave the context, and they are aborted.
 
         Raises:
-            ApiError: 429 when the queue is full, 503 when the engine takes no requests.
+            ApiError: 429 when the queue is full, 503 when the engine takes no requests, 400 when the choices are more
+                than the queue ever holds.
         """
+        most = self._engine.max_unfinished
+        if most is not None and len(self.choices) > most:
+            message = (
+                f"The request asks for {len(self.choices)} choices (n for each prompt) and {most} fit at once. "
+                "Ask for fewer, or start the server with more --max-waiting."
+            )
+            raise invalid("n", message)
         for index, running in enumerate(self.choices):
-            self._timers.append(self._metrics.start_request(len(running.request.prompt_token_ids)))
             try:
                 self._engine.submit(running.request, functools.partial(self._receive, index))
             except EngineBusy as error:
                 raise busy(str(error)) from None
             except EngineUnavailable as error:
                 raise unavailable(str(error), error.state) from None
+            self._timers.append(self._metrics.start_request(len(running.request.prompt_token_ids)))
 
     def close(self) -> None:
         """Abort the choices that still run. Safe to call again."""

@@ -97,13 +97,14 @@ def serve(
     faults: Sequence[Fault] = (),
     delay_s: float = 0.0,
     has_tokenizer: bool = True,
+    max_waiting: int | None = None,
 ) -> Iterator[Served]:
     """Serve in a thread. `says` is what the model answers, to any prompt or by prompt; None: the toy model's babble."""
     if isinstance(says, str):
         says = model_ids(says)
     script = says if says is None or callable(says) else (lambda _prompt: says)
     executor = FakeExecutor(limits, script, faults=faults, delay_s=delay_s)
-    engine = Engine(executor, seed=0)
+    engine = Engine(executor, seed=0, max_waiting=max_waiting)
     engine.start()
     state = ServerState(config or ServeConfig(load_format="fake"))
     state.attach(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pytest
 
 from serving.fake_executor import Fault
-from tests.api.served import HELLO, Served, serve, strict_events
+from tests.api.served import HELLO, LIMITS, Served, serve, strict_events
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,37 @@ def test_a_reader_that_goes_away_cancels_its_whole_answer(babbling: Served):
     babbling.wait_until_idle()
     assert 0 < babbling.engine.stats().generation_tokens_total - num_before < 3500
     assert babbling.complete(max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(is_stream: bool):
+    with serve(delay_s=0.001, limits=dataclasses.replace(LIMITS, num_rows=1), max_waiting=1) as served:
+        body = {"prompt": "x", "stream": True, "max_tokens": 3500, "ignore_eos": True, "n": 2}
+        with served.http.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_raw()  # dropping the iterator would close the stream
+            next(pieces)
+            refused = served.complete(max_tokens=2, stream=is_stream)
+            served.wait_until(lambda: served.engine.stats().num_waiting == 1)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+        assert "Try again" in error["message"]
+        served.wait_until_idle()
+        assert served.complete(max_tokens=2, stream=is_stream).status_code == 200
+        metrics = served.http.get("/metrics").text
+        assert 'k3jax_http_errors_total{model_name="demo",status="429"} 1.0' in metrics
+        assert 'finished_reason="abort",model_name="demo"} 2.0' in metrics  # the stream's two alone
+
+
+def test_a_burst_on_an_idle_server_is_refused_only_beyond_rows_and_queue():
+    """The count of running requests lags behind, so it must not decide."""
+    with serve(delay_s=0.001, limits=dataclasses.replace(LIMITS, num_rows=8), max_waiting=1) as served:
+        assert served.complete(n=9, max_tokens=2).status_code == 200
+        served.wait_until_idle()
+        refused = served.complete(n=5, prompt=["a", "b"], max_tokens=2)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+    assert "10 choices" in refused.json()["error"]["message"]
+    assert "--max-waiting" in refused.json()["error"]["message"]
 
 
 def test_aborted_requests_are_counted():

@@ -17,6 +17,7 @@ from serving.config import ConfigError, ServeConfig
 from serving.core.types import GenerationRequest
 from serving.core.validation import refuse
 from serving.fake_executor import FakeExecutor
+from serving.llm import LLM
 from serving.run import main
 from tests.executor.device import CONFIG
 from tests.k3jax.golden_data import TINY8, random_params, random_tensors, write_checkpoint
@@ -131,6 +132,20 @@ def test_a_host_cache_reaches_the_fake_executor_too(folder):
     engine, _, _ = launch.build_engine(ServeConfig(model=str(folder), load_format="fake", host_cache_gb=0.5))
     engine.shutdown(0.0)
     assert engine.limits.host_cache_bytes == 500_000_000
+
+
+def test_the_bound_on_the_queue_reaches_the_engine_and_the_offline_one_has_none(folder):
+    def max_unfinished(build) -> int | None:
+        engine = build()
+        engine.shutdown(0.0)
+        return engine.max_unfinished
+
+    settings = {"model": str(folder), "load_format": "fake", "max_num_seqs": 4}
+    assert max_unfinished(lambda: launch.build_engine(ServeConfig(**settings))[0]) == 4 + 1024
+    assert max_unfinished(lambda: launch.build_engine(ServeConfig(**settings, max_waiting=3))[0]) == 4 + 3
+    assert max_unfinished(lambda: launch.build_engine(ServeConfig(**settings, max_waiting=0))[0]) is None
+    assert max_unfinished(lambda: LLM(**settings).engine) is None
+    assert max_unfinished(lambda: LLM(**settings, max_waiting=3).engine) == 4 + 3
 
 
 def test_tp_makes_the_mesh_and_places_the_weights(monkeypatch, folder):
