@@ -69,7 +69,8 @@ def plan_sizes(
     running = config.num_slots or rows + 1
     of_rows = running * own_slot_bytes + draft_state.row_bytes(model_config, dtype, parallel, drafting, rows)
     left = _pool_bytes(config, device) - (of_rows if on_gpu else 0)
-    share = config.checkpoint_share if config.prefix_cache and config.num_slots is None else 0.0
+    keeps_states = config.prefix_cache and config.checkpoint != "off" and config.num_slots is None
+    share = config.checkpoint_share if keeps_states else 0.0
     pages = config.num_pages or int((1 - share) * left // page_bytes)
     most = rows * _pages_per_row(longest) + 1
     pages = min(pages, most) if config.num_pages is None else pages

@@ -120,7 +120,19 @@ def test_checkpoints_get_their_share_and_none_without_a_prefix_cache():
 
     assert checkpoints() == int(0.3 * left // SLOT_BYTES)
     assert checkpoints(checkpoint_share=0.1) == int(0.1 * left // SLOT_BYTES)
-    assert checkpoints(prefix_cache=False) == 0
+    assert checkpoints(prefix_cache=False) == checkpoints(checkpoint="off") == 0
+
+
+def test_a_cache_that_keeps_no_states_leaves_all_memory_to_pages():
+    """Or a comparison of --checkpoint off with --no-prefix-cache, or with `internal`, would be of memory."""
+    device = Device(platform="gpu", bytes_limit=10**9)
+    model = dataclasses.replace(CONFIG, max_position_embeddings=2**23)
+    without, off, split = (
+        sizes(device, model=model, **flags).cache_shape
+        for flags in ({"prefix_cache": False}, {"checkpoint": "off"}, {"checkpoint": "split"})
+    )
+    assert off == without
+    assert off.num_pages > split.num_pages
 
 
 @pytest.mark.parametrize(("gigabytes", "tokens"), [(141, 8192), (192, 16384), (288, 16384)])
