@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 
+_FRACTION_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MAX_DRAFTS = 15  # of one row: a verify kernel holds 16 tokens
 
 
@@ -82,7 +83,10 @@ def build_executor(
         report("arranging expert weights for their kernels")
         weights = expert_load.repack(tree, weights, mesh, parallel)
         tree = expert_load.repacked_tree(tree)
-    sizes = plan_sizes(config, model_config, dtype, parallel, mesh.devices.flat[0], drafting)
+    device = mesh.devices.flat[0]
+    sizes = plan_sizes(
+        config, model_config, dtype, parallel, device, drafting, memory_fraction=_memory_fraction(config)
+    )
     program = StepProgram(
         config=model_config,
         cache_shape=sizes.cache_shape,
@@ -183,9 +187,14 @@ def prepare_environment(config: ServeConfig) -> None:
     """Settings that jax reads when its backend starts. The user's own environment wins over what no flag says."""
     keep_loops_on_the_gpu()
     if config.memory_fraction is None:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_FRACTION))
+        os.environ.setdefault(_FRACTION_VARIABLE, str(MEMORY_FRACTION))
     else:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(config.memory_fraction)
+        os.environ[_FRACTION_VARIABLE] = str(config.memory_fraction)
+
+
+def _memory_fraction(config: ServeConfig) -> float:
+    """The share of a GPU that jax uses: the flag's, else that of the environment, which may be the user's own."""
+    return config.memory_fraction or float(os.environ.get(_FRACTION_VARIABLE, MEMORY_FRACTION))
 
 
 def _prepare_jax(config: ServeConfig) -> None:

@@ -16,7 +16,7 @@ from serving.core.types import LengthSetBy
 
 CPU_POOL_BYTES = 2**30  # pages on a CPU unless pinned: enough to try things, small enough for a laptop
 MEMORY_FRACTION = 0.9  # of a GPU, for everything, unless --memory-fraction says
-LARGE_GPU_BYTES = 160 * 10**9 * 0.9  # jax reports the share it may use
+LARGE_GPU_BYTES = 160 * 10**9  # of the device, whatever share of it is used
 WORKSPACE_SHARE = 0.08  # of a GPU's budget, for the programs' temporary memory
 
 
@@ -48,14 +48,17 @@ def plan_sizes(
     parallel: Parallel,
     device: Any,
     drafting: Drafting | None = None,
+    *,
+    memory_fraction: float = MEMORY_FRACTION,
 ) -> Sizes:
     """Fill in what the settings leave open, with the weights on the device already.
 
+    `memory_fraction` is the share of a GPU that jax was told to use, and reports as its limit.
     Raises `ConfigError` when one request of full length does not fit.
     """
     on_gpu = device.platform == "gpu"
     rows = config.max_num_seqs or (256 if on_gpu else 32)
-    step_tokens = config.max_step_tokens or (_gpu_step_tokens(device) if on_gpu else 512)
+    step_tokens = config.max_step_tokens or (_gpu_step_tokens(device, memory_fraction) if on_gpu else 512)
     if step_tokens < PAGE_SIZE:
         raise ConfigError(f"--max-step-tokens={step_tokens} is below the chunk grid. Use at least {PAGE_SIZE}.")
     page_bytes, slot_bytes = draft_state.pool_bytes(model_config, dtype, drafting)
@@ -103,9 +106,9 @@ def _table_width(tokens: int) -> int:
     return -(-_pages_per_row(tokens) // BLOCK_PAGES) * BLOCK_PAGES
 
 
-def _gpu_step_tokens(device: Any) -> int:
+def _gpu_step_tokens(device: Any, memory_fraction: float) -> int:
     stats = device.memory_stats()
-    return 16384 if stats and stats["bytes_limit"] >= LARGE_GPU_BYTES else 8192
+    return 16384 if stats and stats["bytes_limit"] >= int(LARGE_GPU_BYTES * memory_fraction) else 8192
 
 
 def _pool_bytes(config: ServeConfig, device: Any) -> int:

@@ -193,6 +193,21 @@ def test_without_a_flag_the_environment_decides_the_memory_fraction(monkeypatch,
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
 
 
+@pytest.mark.parametrize(("flags", "fraction"), [({}, 0.5), ({"memory_fraction": 0.25}, 0.25)])
+def test_pools_are_planned_with_the_share_that_jax_uses(monkeypatch, folder, flags, fraction):
+    """It tells how large the device is, of which jax reports that share only."""
+    planned = []
+
+    def plan(*_, memory_fraction, **__):
+        planned.append(memory_fraction)
+        raise ConfigError("enough seen")
+
+    monkeypatch.setattr("serving.executor_build.plan_sizes", plan)
+    with pytest.raises(ConfigError, match="enough seen"):
+        build(monkeypatch, folder, **flags)
+    assert planned == [fraction]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -135,6 +135,11 @@ def test_a_cache_that_keeps_no_states_leaves_all_memory_to_pages():
     assert off.num_pages > split.num_pages
 
 
-@pytest.mark.parametrize(("gigabytes", "tokens"), [(141, 8192), (192, 16384), (288, 16384)])
-def test_a_large_gpu_takes_more_tokens_a_step(gigabytes, tokens):
-    assert sizes(Device(platform="gpu", bytes_limit=int(0.9 * gigabytes * 10**9))).max_step_tokens == tokens
+@pytest.mark.parametrize("fraction", [0.3, 0.74, 0.9, 0.97, 1.0])
+@pytest.mark.parametrize(
+    ("gigabytes", "tokens"), [(141, 8192), (150, 8192), (159.9, 8192), (160, 16384), (192, 16384), (288, 16384)]
+)
+def test_a_large_gpu_takes_more_tokens_a_step_whatever_share_of_it_is_used(gigabytes, tokens, fraction):
+    device = Device(platform="gpu", bytes_limit=int(fraction * gigabytes * 10**9))
+    got = plan_sizes(ServeConfig(), CONFIG, jnp.float32, SINGLE, device, memory_fraction=fraction)
+    assert got.max_step_tokens == tokens
