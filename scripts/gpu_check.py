@@ -56,6 +56,7 @@ KERNEL_CHECKS = {  # function of a file in scripts/checks
     "sampling": ("sampling", "check_sampling"),
     "slot-copy": ("kda_decode", "check_slot_copy"),
 }
+HAVE_SMALL = ("attn-res", "experts", "gemm", "golden-moe", "moe-tail", "router", "sampling")
 GROUPS = {
     "kda": ("kda-decode", "kda-verify", "slot-copy", "short-conv", "kda-prefill", "kda-prefill-op"),
     "moe": ("router", "experts", "moe-tail", "golden-moe"),
@@ -71,6 +72,9 @@ def main() -> int:
         choices=("step", "demo", *KERNEL_CHECKS, *GROUPS),
         help="check to run, or kda or moe for all of their kernels; repeat for several",
     )
+    parser.add_argument(
+        "--small", action="store_true", help=f"only small cases, for a memory checker: of {', '.join(HAVE_SMALL)}"
+    )
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="of step and demo")
     parser.add_argument("--questions", type=whole(1), default=50, help="known questions to ask (default: 50)")
     parser.add_argument("--answer", metavar="DTYPE", help=argparse.SUPPRESS)  # one side of `demo`, in its own process
@@ -85,15 +89,18 @@ def main() -> int:
         "demo": lambda: check_demo(args.questions, args.kernels),
     }
     ops = [single for op in args.op for single in GROUPS.get(op, (op,))]
-    results = [checks[op]() if op in checks else check_kernel(op) for op in ops]
+    if args.small and (others := [op for op in ops if op not in HAVE_SMALL]):
+        parser.error(f"{others[0]} has no small cases. Name some of {', '.join(HAVE_SMALL)}")
+    results = [checks[op]() if op in checks else check_kernel(op, args.small) for op in ops]
     return 0 if all(results) else 1
 
 
-def check_kernel(op: str) -> bool:
-    """Run the cases of one kernel."""
+def check_kernel(op: str, only_small: bool = False) -> bool:
+    """Run the cases of one kernel, or of one of `HAVE_SMALL` the small ones."""
     sys.path.insert(0, str(ROOT / "scripts"))
     module, function = KERNEL_CHECKS[op]
-    return getattr(importlib.import_module(f"checks.{module}"), function)()
+    check = getattr(importlib.import_module(f"checks.{module}"), function)
+    return check(only_small=True) if only_small else check()
 
 
 def check_step(kernels: Kernels) -> bool:

@@ -21,8 +21,11 @@ REPEATS = 20
 BIG_LAYERS = 50  # of 6144 x 7168: 2.2e9 elements
 
 
-def check_small_gemm() -> bool:
+def check_small_gemm(only_small: bool = False) -> bool:
     """Every case, weights behind element 2^31 of a stack, the same bits from many calls."""
+    if only_small:
+        passed = [_check(case) for case in small_gemm_cases.CASES]
+        return all(passed)
     passed = [_check(case) for case in (*small_gemm_cases.CASES, *small_gemm_cases.GPU_CASES)]
     return all([*passed, _reaches_far_weights(), *(_repeats_itself(*shape) for shape in small_gemm_cases.SHAPES)])
 
