@@ -21,6 +21,7 @@ from k3jax.kda_packed import chunked_packed
 from k3jax.pallas import kda_prefill_prepare, kda_scan
 from k3jax.pallas.kda_prefill_memory import CHUNK, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
+from k3jax.pallas.tensor_cores import Generation
 
 LOWER_BOUND = -5.0
 
@@ -63,6 +64,7 @@ class PrefillTiles:
     stages: int = 3  # tiles a block of the scan holds for the state side
     output_stages: int = 3  # and for the output side
     ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
+    scan: Generation = "hopper"  # whose tensor cores the scan's products are for; those before it are Hopper's
 
     def __post_init__(self) -> None:
         if self.stages not in (2, 3):
@@ -104,7 +106,8 @@ def kda_prefill(
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret, first_heads, ahead=tiles.ahead)
     sums = map(jnp.asarray, kda_prefill_prepare.sums())
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
-    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, interpret, output_stages=tiles.output_stages)
+    count, output_stages = plan.slots.shape[0], tiles.output_stages
+    scan = kda_scan.build(count, heads, tiles.stages, interpret, output_stages=output_stages, generation=tiles.scan)
     scan(*prepared, plan, layer, pool, out)
 
 

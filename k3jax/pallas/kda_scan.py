@@ -6,7 +6,8 @@ A tile of 64 tokens is four products (S in R^{V x K}, see `kda_prefill_chunk`):
 
 Rows of V do not interact, so a block takes 64 of them. One warpgroup carries the state, in registers, in float32, and
 does nothing else: as a left operand S is rounded to bfloat16 without leaving them, and so is P. It leaves both in
-shared memory for the other warpgroup, which computes and stores the outputs behind it and fetches the tiles ahead.
+shared memory for the other warpgroup, which computes and stores the outputs behind it and fetches the tiles ahead. On
+Blackwell the products are those of `kda_scan_blackwell`, everything else is the same.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas import blackwell_products, kda_scan_blackwell
 from k3jax.pallas.kda_prefill_memory import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet
 from k3jax.pallas.shared_memory import swizzled
+from k3jax.pallas.tensor_cores import Generation
 
 _HALVES = (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK))
 _ROW_TILE = 8
@@ -132,32 +135,40 @@ def store_rows(s: dict, out_head, rows_out, token, rows) -> None:
                 plgpu.copy_smem_to_gmem(source, out_head.at[pl.ds(token + first, run)])
 
 
-def _scratch(stages: int, output_stages: int) -> dict:
+def _scratch(stages: int, output_stages: int, generation: Generation) -> dict:
     wide, square = (CHUNK, WIDTH), (CHUNK, CHUNK)
+    is_blackwell = generation == "blackwell"
+    operand = functools.partial(
+        swizzled, dtype=jnp.bfloat16, swizzle=blackwell_products.SWIZZLE if is_blackwell else 128
+    )
     return {
-        "w": swizzled((stages, *wide), jnp.bfloat16),
+        "w": operand((stages, *wide)),
         "values": swizzled((stages, *square), jnp.bfloat16),
-        "keys": swizzled((stages, *wide), jnp.bfloat16),
+        "keys": operand((stages, *wide)),
         "decay": plgpu.SMEM((stages, WIDTH), jnp.float32),
         "ready": plgpu.Barrier(num_arrivals=4, num_barriers=stages),
         "consumed": plgpu.Barrier(num_barriers=stages),
-        "queries": swizzled((output_stages, *wide), jnp.bfloat16),
-        "scores": swizzled((output_stages, *square), jnp.bfloat16),
+        "queries": operand((output_stages, *wide)),
+        "scores": operand((output_stages, *square)),
         "output_ready": plgpu.Barrier(num_arrivals=2, num_barriers=output_stages),
         # A state on its way from or to the pool takes the place of the one that outputs are computed from.
-        "rounded": plgpu.RefUnion(swizzled(wide, jnp.bfloat16), swizzled(square, jnp.float32)),
-        "pseudo": swizzled(square, jnp.bfloat16),
+        "rounded": plgpu.RefUnion(operand(wide), swizzled(square, jnp.float32)),
+        "pseudo": operand(square),
         "handed": plgpu.Barrier(),
         "taken": plgpu.Barrier(),
         "state_loaded": plgpu.Barrier(),
         "out": plgpu.RefUnion(swizzled(square, jnp.bfloat16), plgpu.SMEM(square, jnp.bfloat16)),  # tiles, plain rows
+        **(kda_scan_blackwell.scratch() if is_blackwell else {}),
     }
 
 
 class _Chain:
     """A block's view of 64 rows of V of one head of one sequence; methods are traced into the kernel."""
 
-    def __init__(self, refs: tuple, s: dict, stages: int, output_stages: int):
+    def __init__(self, refs: tuple, s: dict, stages: int, output_stages: int, generation: Generation):
+        is_blackwell = generation == "blackwell"
+        self.advance = kda_scan_blackwell.advance if is_blackwell else advance
+        self.outputs = kda_scan_blackwell.outputs if is_blackwell else outputs
         *prepared, self.plan, self.layer, self.pool, self.out = refs
         self.prepared, self.s, self.stages, self.output_stages = prepared, s, stages, output_stages
         s["rounded"], s["state"] = s["rounded"]
@@ -201,7 +212,7 @@ class _Chain:
                 meet()
                 plgpu.barrier_arrive(s["handed"])
 
-            state = advance(state, s, stage, wait_taken, hand_over)
+            state = self.advance(state, s, stage, wait_taken, hand_over)
 
             @pl.when(step + self.stages < self.num_tiles)
             def _():  # every thread arrives, so every warp has read
@@ -234,7 +245,7 @@ class _Chain:
             stage = lax.rem(step, jnp.int32(self.output_stages))
             plgpu.barrier_wait(s["output_ready"].at[stage])
             plgpu.barrier_wait(s["handed"])
-            rows_out = outputs(s, stage)
+            rows_out = self.outputs(s, stage)
 
             plgpu.barrier_arrive(s["taken"])
 
@@ -257,14 +268,22 @@ class _Chain:
 
 
 @functools.cache
-def build(num_sequences: int, heads: int, stages: int, interpret=None, *, output_stages: int = 2):
+def build(
+    num_sequences: int,
+    heads: int,
+    stages: int,
+    interpret=None,
+    *,
+    output_stages: int = 2,
+    generation: Generation = "hopper",
+):
     """The kernel for one shape: (*Prepared, Plan, layer [1], pool, out) -> nothing; `pool` and `out` are written.
 
     It holds `stages` tiles for the state side and `output_stages` for the output side.
     """
 
     def entry(*refs, **scratch):
-        chain = _Chain(refs, scratch, stages, output_stages)
+        chain = _Chain(refs, scratch, stages, output_stages, generation)
         side = lax.axis_index("side")
         is_empty = chain.num_tiles == 0  # most sequences of a step, and they own no slot
         pl.when((side == 0) & jnp.logical_not(is_empty))(chain.carry_state)
@@ -276,7 +295,7 @@ def build(num_sequences: int, heads: int, stages: int, interpret=None, *, output
         grid_names=("sequence", "head", "part"),
         num_threads=2,
         thread_name="side",
-        scratch_types=_scratch(stages, output_stages),
+        scratch_types=_scratch(stages, output_stages, generation),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

@@ -10,10 +10,13 @@ import functools
 import json
 import re
 
+import jax
+import jax.numpy as jnp
 import moe_lowering
 from jax.experimental.mosaic.gpu import utils
 
-from k3jax.pallas import router_logits, small_gemm
+from k3jax.pallas import kda_prefill_prepare, kda_scan, router_logits, small_gemm
+from k3jax.pallas.kda_prefill_plan import make_plan
 from k3jax.pallas.tensor_cores import Generation
 
 INSTRUCTIONS = {"tcgen05": r"tcgen05\.mma\.cta_group", "wgmma": r"wgmma\.mma_async"}
@@ -39,9 +42,26 @@ def logits(tokens: int, generation: Generation) -> str:
     return moe_lowering.lowered(kernel, moe_lowering.i32(1), hidden, router)
 
 
+def scan(generation: Generation) -> str:
+    heads, count, tokens, width = 12, 2, 192, 128
+
+    def run(cu_seqlens, slots, pool, out):
+        plan = make_plan(cu_seqlens, slots, slots, slots * 0, slots, tokens)
+        shapes = kda_prefill_prepare.prepared_shapes(plan.token.shape[0], heads)
+        prepared = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
+        kernel = kda_scan.build(count, heads, 3, generation=generation)
+        kernel(*prepared, plan, jnp.zeros(1, jnp.int32), pool_ref, out_ref)
+        return jax.freeze(pool_ref), jax.freeze(out_ref)
+
+    pool, out = moe_lowering.array(2, 5, heads, width, width), moe_lowering.bf16(tokens, heads, width)
+    return moe_lowering.lowered(run, moe_lowering.i32(count + 1), moe_lowering.i32(count), pool, out)
+
+
 if __name__ == "__main__":
     utils._infer_arch = lambda: (10, 3)
     for shape in ((9, 7168, 1536), (64, 1536, 7168)):
         print(json.dumps({"kernel": "small_gemm", **counts(multiply(*shape, "blackwell"))}))
     for tokens in (9, 144, 8192):
         print(json.dumps({"kernel": "router_logits", **counts(logits(tokens, "blackwell"))}))
+    print(json.dumps({"kernel": "kda_scan", **counts(scan("blackwell"))}))

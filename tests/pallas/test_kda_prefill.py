@@ -25,6 +25,7 @@ TILINGS = {
     "two stages": PrefillTiles(stages=2),
     "three stages, loaded when needed": PrefillTiles(stages=3, output_stages=2, ahead=False),
 }
+INTERPRETED = TILINGS | {"the scan on Blackwell": PrefillTiles(stages=2, scan="blackwell")}
 BY_NAME = {case.name: case for case in CASES}
 SMALL = PrefillCase(name="small", lengths=(70, 0, 5), starts=(3, 9, 0), export_offsets=(64, 0, 0))
 
@@ -55,9 +56,10 @@ def assert_passes(case: PrefillCase, tiles: PrefillTiles, capsys) -> None:
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-def test_the_kernels_equal_the_recurrence_without_races(capsys):
+@pytest.mark.parametrize("name", ["two stages", "the scan on Blackwell"])
+def test_the_kernels_equal_the_recurrence_without_races(name, capsys):
     """Sequences of which one is empty (D07), a resumed one with an export, rows of others and old slots NaN (D08)."""
-    assert_passes(SMALL, TILINGS["two stages"], capsys)
+    assert_passes(SMALL, INTERPRETED[name], capsys)
 
 
 @pytest.mark.slow
@@ -86,7 +88,7 @@ def test_a_block_prepares_tile_after_tile_with_both_of_its_pairs(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", TILINGS.values(), ids=TILINGS)
+@pytest.mark.parametrize("tiles", INTERPRETED.values(), ids=INTERPRETED)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_case_passes_with_every_tiling(name, tiles, capsys):
     """D01 (gates at the floor), D02 (identical keys), D07 (empty sequences), D08 (padding) among them."""
@@ -94,7 +96,7 @@ def test_every_case_passes_with_every_tiling(name, tiles, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", TILINGS.values(), ids=TILINGS)
+@pytest.mark.parametrize("tiles", INTERPRETED.values(), ids=INTERPRETED)
 @pytest.mark.parametrize("offset", [48, 64])
 def test_an_export_equals_the_end_of_a_run_that_ends_there_bit_for_bit(offset, tiles):
     whole = make_inputs(PrefillCase(name="whole", lengths=(96,), export_offsets=(offset,)), seed=offset)
