@@ -62,7 +62,10 @@ KERNELS: dict[str, Callable] = {
     "logprobs": top_tokens.logprobs,
 }
 # On Blackwell in the place of those above: the same kernels with its tensor cores' products. None has run on one.
-BLACKWELL_KERNELS: dict[str, Callable] = {"route": functools.partial(router.route_live, generation="blackwell")}
+BLACKWELL_KERNELS: dict[str, Callable] = {
+    "route": functools.partial(router.route_live, generation="blackwell"),
+    "draft_attend": functools.partial(draft_attend.attend_context, generation="blackwell"),
+}
 # Kernels that are not to be chosen whatever they cover, and why: "held back: ...".
 HELD_BACK: dict[str, str] = {}
 _KERNEL_REASONS = {

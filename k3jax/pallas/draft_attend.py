@@ -1,4 +1,4 @@
-"""Attention of a draft's blocks over the pages of their contexts, on Hopper: `draft_block.attend_context` as a kernel.
+"""Attention of a draft's blocks over the pages of their contexts: `draft_block.attend_context` as a kernel.
 
 A thread block has a row, a KV head and every S-th page of what the row sees. The queries that share the head, up to 64
 of all members and places of a block, are the rows of both products; one warpgroup fetches pages, another multiplies:
@@ -8,6 +8,9 @@ of all members and places of a block, are the rows of both products; one warpgro
 Maximum m, sum l and unfinished output O of every split go out, and come together outside, with what a block sees of
 itself. Products are of bfloat16, all else is float32. Keys behind a row's last or before its window are masked in the
 scores and values behind the last are zeros: what a page held before may be NaN.
+
+On Blackwell products are those of `blackwell_products`, so that e^(S - m_new), a left operand out of registers on
+Hopper, goes through shared memory. It has never run on a Blackwell GPU: it passes the interpreter and lowers.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from k3jax.cache import PAGE_SIZE
 from k3jax.draft_config import DraftConfig
 from k3jax.draft_context import DraftPages
 from k3jax.mla_serving import RunningSoftmax
-from k3jax.pallas import requirements
+from k3jax.pallas import blackwell_products, requirements
 from k3jax.pallas.mla_columns import WGMMA, multiply_onto
 from k3jax.pallas.shared_memory import swizzled
+from k3jax.pallas.tensor_cores import Generation
 from k3jax.sharding.collectives import Parallel
 
 MAX_QUERIES = 64  # that share a KV head: the rows of one product
@@ -50,6 +54,7 @@ class DraftAttendShape:
     width: int  # of a head
     splits: int
     window: int | None
+    generation: Generation = "hopper"
 
     @property
     def queries(self) -> int:
@@ -71,7 +76,7 @@ def attend_kernel(shape: DraftAttendShape, interpret=None):
     """Build the kernel: (first page of the layer [1], lengths [R], page table [R, P], queries [R, N, 64, W] bf16 with
     query member * block + place, pool [pages of all layers, 64, 2 N, W] bf16) -> outputs [R, N, S, stored, W] and
     (m, l) [R, N, S, 2, 64], float32."""
-    width, splits = shape.width, shape.splits
+    width, splits, is_blackwell = shape.width, shape.splits, shape.generation == "blackwell"
     tile = (MAX_QUERIES, PAGE_SIZE)
 
     def by_row(x, columns: int):
@@ -144,7 +149,10 @@ def attend_kernel(shape: DraftAttendShape, interpret=None):
                     plgpu.wgmma(accumulator, s["block_queries"], keys.T)
                     return accumulator[...]
 
-                scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef(tile, jnp.float32))
+                if is_blackwell:
+                    scores = blackwell_products.multiply(s["scored"], (s["block_queries"], keys.T))
+                else:
+                    scores = pl.run_scoped(score, plgpu.WGMMAAccumulatorRef(tile, jnp.float32))
                 scores = jnp.where(is_visible(first), scores, -jnp.inf)
                 new_top = jnp.maximum(top, jnp.max(scores, axis=1))
                 safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
@@ -152,7 +160,12 @@ def attend_kernel(shape: DraftAttendShape, interpret=None):
                 shares = jnp.exp(scores - by_row(safe, PAGE_SIZE))
                 mass = mass * shrink + jnp.sum(shares, axis=1)
                 total = total * by_row(shrink, width)
-                total = multiply_onto(total, shares.astype(jnp.bfloat16), values, interpret is not None)
+                if is_blackwell:
+                    s["shares"][...] = shares.astype(jnp.bfloat16)
+                    plgpu.commit_smem()
+                    total += blackwell_products.multiply(s["weighed"], (s["shares"], values))
+                else:
+                    total = multiply_onto(total, shares.astype(jnp.bfloat16), values, interpret is not None)
                 plgpu.barrier_arrive(s["taken"].at[stage])
                 return total, new_top, mass
 
@@ -173,7 +186,11 @@ def attend_kernel(shape: DraftAttendShape, interpret=None):
         pl.when(warpgroup == 0)(consume)
         pl.when(warpgroup == 1)(produce)
 
-    swizzle = min(128, 2 * width)
+    swizzle, value_swizzle, products = min(128, 2 * width), min(128, 2 * width), {}
+    if is_blackwell:
+        swizzle, value_swizzle = blackwell_products.SWIZZLE, min(blackwell_products.SWIZZLE, width)
+        products = blackwell_products.scratch(scored=PAGE_SIZE, weighed=width)
+        products["shares"] = swizzled(tile, jnp.bfloat16)
     lead = (shape.rows, shape.kv_heads, splits)
     return plgpu.kernel(
         body,
@@ -188,12 +205,13 @@ def attend_kernel(shape: DraftAttendShape, interpret=None):
         scratch_types={
             "block_queries": swizzled((MAX_QUERIES, width), jnp.bfloat16, swizzle),
             "keys": swizzled((_STAGES, PAGE_SIZE, width), jnp.bfloat16, swizzle),
-            "values": swizzled((_STAGES, PAGE_SIZE, width), jnp.bfloat16, swizzle),
+            "values": swizzled((_STAGES, PAGE_SIZE, width), jnp.bfloat16, value_swizzle),
             "outputs": plgpu.SMEM((MAX_QUERIES, width), jnp.float32),
             "found": plgpu.SMEM((2, MAX_QUERIES), jnp.float32),
             "queries_ready": plgpu.Barrier(),
             "ready": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
             "taken": plgpu.Barrier(num_barriers=_STAGES),
+            **products,
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
@@ -211,6 +229,7 @@ def attend_context(
     parallel: Parallel,
     *,
     splits: int | None = None,
+    generation: Generation = "hopper",
     interpret=None,
 ) -> RunningSoftmax:
     """`draft_block.attend_context` on the kernel: queries and what they weigh values with are rounded to bfloat16."""
@@ -224,6 +243,7 @@ def attend_context(
         width=width,
         splits=splits or splits_for(rows, kv_heads, num_pages),
         window=config.sliding_window,
+        generation=generation,
     )
     by_head = jnp.transpose(query, (0, 2, 3, 1, 4)).reshape(rows, kv_heads, shape.queries, width)
     padded = jnp.pad(by_head.astype(jnp.bfloat16), ((0, 0), (0, 0), (0, MAX_QUERIES - shape.queries), (0, 0)))
@@ -244,7 +264,7 @@ def attend_context(
 
 def supported(config: DraftConfig, num_ranks: int, dtype, platform: str, compute_capability: float) -> str | None:
     """Why the kernel cannot run, or None."""
-    if reason := requirements.refusal(dtype, platform, compute_capability, uses_wgmma=True):
+    if reason := requirements.refusal(dtype, platform, compute_capability, uses_tensor_cores=True):
         return reason
     if config.attention != "gqa":
         return "the draft's attention is MLA, the kernel covers GQA"

@@ -20,6 +20,7 @@ from k3jax.draft_config import DraftConfig
 from k3jax.draft_context import DraftPages
 from k3jax.draft_rope import Rope
 from k3jax.pallas import draft_attend
+from k3jax.pallas.tensor_cores import Generation
 from k3jax.sharding.collectives import SINGLE
 
 LAYERS, LAYER = 2, 1  # layers of the pool, and the one that is attended to
@@ -165,7 +166,14 @@ def judge(case: DraftAttendCase, inputs: DraftAttendInputs, top, total, acc) -> 
     return DraftAttendVerdict(value_error=value_error, mass_error=mass_error, wrong_empty=wrong_empty)
 
 
-def run(case: DraftAttendCase, rng: np.random.Generator, interpret=None, *, by_xla: bool = False) -> DraftAttendVerdict:
+def run(
+    case: DraftAttendCase,
+    rng: np.random.Generator,
+    interpret=None,
+    *,
+    by_xla: bool = False,
+    generation: Generation = "hopper",
+) -> DraftAttendVerdict:
     """One call of the kernel, or of the XLA reference."""
     inputs, config = draw(case, rng), case.config()
 
@@ -173,7 +181,7 @@ def run(case: DraftAttendCase, rng: np.random.Generator, interpret=None, *, by_x
         operands = query, DraftPages(entries), LAYER, page_table, lengths, lengths > 0, config, SINGLE
         if by_xla:
             return draft_block.attend_context(*operands)
-        return draft_attend.attend_context(*operands, splits=case.splits, interpret=interpret)
+        return draft_attend.attend_context(*operands, splits=case.splits, generation=generation, interpret=interpret)
 
     found = jax.jit(attend)(*(jnp.asarray(getattr(inputs, field.name)) for field in dataclasses.fields(inputs)))
     return judge(case, inputs, *found)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import moe_lowering
 from jax.experimental.mosaic.gpu import utils
 
-from k3jax.pallas import kda_prefill_prepare, kda_scan, router_logits, small_gemm
+from k3jax.cache import PAGE_SIZE
+from k3jax.pallas import draft_attend, kda_prefill_prepare, kda_scan, router_logits, small_gemm
 from k3jax.pallas.kda_prefill_plan import make_plan
 from k3jax.pallas.tensor_cores import Generation
 
@@ -58,10 +59,22 @@ def scan(generation: Generation) -> str:
     return moe_lowering.lowered(run, moe_lowering.i32(count + 1), moe_lowering.i32(count), pool, out)
 
 
+def attend(width: int, generation: Generation) -> str:
+    rows, heads, queries = 2, 2, draft_attend.MAX_QUERIES
+    shape = draft_attend.DraftAttendShape(
+        rows=rows, kv_heads=heads, members=8, block=7, width=width, splits=3, window=None, generation=generation
+    )
+    numbers = moe_lowering.i32(1), moe_lowering.i32(rows), moe_lowering.i32(rows, 8)
+    arrays = moe_lowering.bf16(rows, heads, queries, width), moe_lowering.bf16(9, PAGE_SIZE, 2 * heads, width)
+    return moe_lowering.lowered(draft_attend.attend_kernel(shape), *numbers, *arrays)
+
+
 if __name__ == "__main__":
     utils._infer_arch = lambda: (10, 3)
     for shape in ((9, 7168, 1536), (64, 1536, 7168)):
         print(json.dumps({"kernel": "small_gemm", **counts(multiply(*shape, "blackwell"))}))
     for tokens in (9, 144, 8192):
         print(json.dumps({"kernel": "router_logits", **counts(logits(tokens, "blackwell"))}))
+    for width in draft_attend.HEAD_DIMS:
+        print(json.dumps({"kernel": "draft_attend", **counts(attend(width, "blackwell"))}))
     print(json.dumps({"kernel": "kda_scan", **counts(scan("blackwell"))}))

@@ -20,9 +20,10 @@ def rng() -> np.random.Generator:
     return np.random.default_rng()
 
 
+@pytest.mark.parametrize("generation", ["hopper", "blackwell"])
 @pytest.mark.parametrize("case", draft_attend_cases.CASES, ids=lambda case: case.name)
-def test_the_kernel_attends_to_what_a_block_sees_without_races(case, capsys):
-    verdict = draft_attend_cases.run(case, rng(), interpreter())
+def test_the_kernel_attends_to_what_a_block_sees_without_races(case, generation, capsys):
+    verdict = draft_attend_cases.run(case, rng(), interpreter(), generation=generation)
     assert verdict.passed, verdict
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -88,7 +89,8 @@ def test_what_is_not_covered_is_refused():
     gpu = jnp.bfloat16, "gpu", 9.0
     assert draft_attend.supported(config, 8, *gpu) is None
     assert "not divided over 16" in (draft_attend.supported(config, 16, *gpu) or "")
-    assert "wgmma" in (draft_attend.supported(config, 8, jnp.bfloat16, "gpu", 10.3) or "")
+    assert draft_attend.supported(config, 8, jnp.bfloat16, "gpu", 10.3) is None
+    assert "tcgen05" in (draft_attend.supported(config, 8, jnp.bfloat16, "gpu", 12.0) or "")
     for changed, reason in (
         (dataclasses.replace(config, head_dim=96), "96 wide"),
         (dataclasses.replace(config, block_size=9), "72 queries"),
