@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from serving.core.policy import SchedulerPolicy
 from serving.core.seam import Executor
 from serving.core.stats import EngineStats
-from serving.core.types import ExecutorLimits, FinishReason, GenerationRequest, OutputDelta
+from serving.core.types import ExecutorLimits, FinishReason, GenerationRequest, OutputDelta, SamplingParams
 from serving.status_log import StatusLog
 from serving.step_loop import StepLoop
 
@@ -130,7 +130,10 @@ class Engine:
             EngineUnavailable: the engine drains, failed or stopped.
             EngineBusy: the queue is full.
             ValueError: a request of this id is unfinished.
+            TypeError: `request` is none. Its values are checked on the engine thread, and end it with ERROR.
         """
+        if not (isinstance(request, GenerationRequest) and isinstance(request.sampling, SamplingParams)):
+            raise TypeError(f"request={request!r} is no GenerationRequest with SamplingParams. Give one.")
         with self._changed:
             state = self.state
             if state not in (EngineState.READY, EngineState.RECOVERING):

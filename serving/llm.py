@@ -8,16 +8,35 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, SupportsIndex
 
 from k3jax.chat import ChatLiterals, ChatParser, ToolCallDelta, render_chat
 from k3jax.tokenizer import Tokenizer
 from serving.core.types import GenerationRequest, OutputDelta, SamplingParams, TokenLogprobs
 from serving.core.validation import length_limit, refuse
 from serving.engine import Engine, EngineBusy
+from serving.offline_values import (
+    conversation_list,
+    flag,
+    integer,
+    prompt_list,
+    sampling_params,
+    stop_strings,
+    token_ids,
+    tool_list,
+)
 from serving.text.choices import AssembledMessage, ChatChoice, Choice, ChoiceUpdate, CompletionChoice
 
 Message = Mapping[str, Any]
+
+
+class Array(Protocol):
+    """An array of NumPy, JAX or torch."""
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[SupportsIndex] | Array
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -55,7 +74,8 @@ class LLM:
         from serving.config import ServeConfig
         from serving.launch import build_engine  # imports jax, which takes seconds
 
-        self._set(*build_engine(ServeConfig(model=model, **({"max_waiting": 0} | settings))))
+        settings.setdefault("max_waiting", 0)
+        self._set(*build_engine(ServeConfig(model=model, **settings)))
 
     @classmethod
     def from_engine(
@@ -73,26 +93,31 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         *,
-        max_tokens: int | None = None,
+        max_tokens: SupportsIndex | None = None,
         stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[SupportsIndex] | Array = (),
         **sampling: Any,
     ) -> list[Generation]:
         """Continue each prompt, text or token ids; one prompt gives a list of one.
 
-        `max_tokens` None means what fits. `sampling` are the fields of `SamplingParams`. Prompts run together, and the
-        model's own end of message stops each.
+        `max_tokens` None means what fits. `sampling` are the fields of `SamplingParams`; its `logit_bias` may be a
+        mapping. Token ids and integers may be NumPy's. Prompts run together, and the model's own end of message stops
+        each.
 
         Raises:
             ValueError: a prompt or a value can never run; nothing was run then.
+            TypeError: there is no argument of that name.
         """
-        stops = _stops(stop)
+        stops = stop_strings(stop)
+        if stops and self.tokenizer is None:
+            raise ValueError(f"stop={stop!r} needs a tokenizer, and the model folder has none. Use stop_token_ids.")
+        params = sampling_params(sampling)
         jobs = []
-        for prompt in _prompts(prompts):
-            ids = tuple(self._require_tokenizer().encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-            request = self._request(ids, max_tokens, stop_token_ids, SamplingParams(**sampling))
+        for prompt in prompt_list(prompts):
+            ids = tuple(self._require_tokenizer().encode(prompt)) if isinstance(prompt, str) else prompt
+            request = self._request(ids, max_tokens, stop_token_ids, params)
             jobs.append(_Job(request=request, choice=CompletionChoice(self.tokenizer, stop_strings=stops)))
         return self._run(jobs)
 
@@ -100,9 +125,9 @@ class LLM:
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         *,
-        max_tokens: int | None = None,
+        max_tokens: SupportsIndex | None = None,
         stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[SupportsIndex] | Array = (),
         thinking: bool = True,
         reasoning_effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -113,10 +138,14 @@ class LLM:
 
         Raises:
             ValueError: a conversation or a value can never run; nothing was run then.
+            TypeError: there is no argument of that name.
         """
         tokenizer = self._require_tokenizer()
+        stops, params = stop_strings(stop), sampling_params(sampling)
+        flag("thinking", thinking)
+        tools = tool_list(tools)
         jobs = []
-        for messages in _conversations(conversations):
+        for messages in conversation_list(conversations):
             ids = render_chat(
                 tokenizer,
                 messages,
@@ -126,9 +155,9 @@ class LLM:
                 reasoning_effort=reasoning_effort,
                 tool_choice=tool_choice,
             )
-            request = self._request(tuple(ids), max_tokens, stop_token_ids, SamplingParams(**sampling))
+            request = self._request(tuple(ids), max_tokens, stop_token_ids, params)
             parser = ChatParser(tokenizer, thinking=thinking)
-            jobs.append(_Job(request=request, choice=ChatChoice(tokenizer, parser, stop_strings=_stops(stop))))
+            jobs.append(_Job(request=request, choice=ChatChoice(tokenizer, parser, stop_strings=stops)))
         return self._run(jobs)
 
     def close(self) -> None:
@@ -149,7 +178,11 @@ class LLM:
         return self.tokenizer
 
     def _request(
-        self, ids: tuple[int, ...], max_tokens: int | None, stop_ids: Sequence[int], sampling: SamplingParams
+        self,
+        ids: tuple[int, ...],
+        max_tokens: SupportsIndex | None,
+        stop_ids: Sequence[SupportsIndex] | Array,
+        sampling: SamplingParams,
     ) -> GenerationRequest:
         limits = self.engine.limits
         own_stops = () if self.tokenizer is None else (self.tokenizer.end_of_message_id,)
@@ -157,9 +190,9 @@ class LLM:
         request = GenerationRequest(
             request_id=f"offline-{uuid.uuid4().hex}",
             prompt_token_ids=ids,
-            max_tokens=max(room, 1) if max_tokens is None else max_tokens,
+            max_tokens=max(room, 1) if max_tokens is None else integer("max_tokens", max_tokens),
             sampling=sampling,
-            stop_token_ids=tuple(dict.fromkeys((*own_stops, *stop_ids))),
+            stop_token_ids=tuple(dict.fromkeys((*own_stops, *token_ids("stop_token_ids", stop_ids)))),
         )
         if (refusal := refuse(request, limits)) is not None:
             raise ValueError(refusal.message)
@@ -223,22 +256,3 @@ class _Job:
         generation.reasoning = self._message.reasoning
         generation.tool_calls = self._message.tool_calls
         return generation
-
-
-def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in stops:
-        raise ValueError("stop has an empty string, which every text contains. Leave it out.")
-    return stops
-
-
-def _prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | Sequence[int]]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if items and isinstance(items[0], int) else items
-
-
-def _conversations(conversations: Sequence[Any]) -> list[Sequence[Message]]:
-    items = list(conversations)
-    return [items] if items and isinstance(items[0], Mapping) else items

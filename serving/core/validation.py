@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serving.core.types import ExecutorLimits, GenerationRequest, SamplingParams
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_LARGEST = 3e38  # the device computes in float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +48,65 @@ def num_positions_needed(request: GenerationRequest) -> int:
 def refuse(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
     """Return why `request` can never run inside `limits`, or None when it can."""
     return (
-        _refuse_length(request, limits)
+        _refuse_types(request)
+        or _refuse_length(request, limits)
         or _refuse_ids(request, limits)
         or _refuse_sampling(request.sampling, limits)
         or _refuse_slots(limits)
     )
+
+
+def shown(value: Any) -> str:
+    """Write a value of any type and size for a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer beyond what Python writes in decimal
+        text = hex(value)
+    return text if len(text) <= 60 else f"{text[:50]}... ({type(value).__name__})"
+
+
+def _refuse_types(request: GenerationRequest) -> Refusal | None:
+    """Any other type would end the engine in the middle of a step, and every request with it."""
+    for param, ids in (("prompt", request.prompt_token_ids), ("stop_token_ids", request.stop_token_ids)):
+        if type(ids) is not tuple:
+            return Refusal(param=param, message=f"{param} is of type {type(ids).__name__}. Give a tuple of token ids.")
+        if not {int}.issuperset(map(type, ids)):
+            bad = next(token for token in ids if type(token) is not int)
+            kind = type(bad).__name__
+            message = f"{param} has {shown(bad)} of type {kind}. Token ids are plain integers (int)."
+            return Refusal(param=param, message=message)
+    if type(request.max_tokens) is not int:
+        return _wrong_type("max_tokens", request.max_tokens, "an integer")
+    if type(request.priority) is not int:
+        return _wrong_type("priority", request.priority, "an integer")
+    if not isinstance(request.cache_salt, str):
+        return _wrong_type("cache_salt", request.cache_salt, "a string")
+    sampling = request.sampling
+    if type(sampling.top_k) is not int:
+        return _wrong_type("top_k", sampling.top_k, "an integer")
+    for param, value in (("seed", sampling.seed), ("logprobs", sampling.logprobs)):
+        if value is not None and type(value) is not int:
+            return _wrong_type(param, value, "an integer, or None")
+    for param in _NUMBERS:
+        if not _is_number(value := getattr(sampling, param)):
+            return _wrong_type(param, value, "a number")
+    if type(sampling.logit_bias) is not tuple:
+        return _wrong_type("logit_bias", sampling.logit_bias, "a tuple of (token id, bias)")
+    for pair in sampling.logit_bias:
+        if not (type(pair) is tuple and len(pair) == 2 and type(pair[0]) is int and _is_number(pair[1])):
+            return Refusal(
+                param="logit_bias", message=f"logit_bias has {shown(pair)}. Its entries are (token id, bias)."
+            )
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _wrong_type(param: str, value: Any, wanted: str) -> Refusal:
+    message = f"{param}={shown(value)} is of type {type(value).__name__}. It must be {wanted}."
+    return Refusal(param=param, message=message)
 
 
 def _refuse_length(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None:
@@ -64,11 +120,13 @@ def _refuse_length(request: GenerationRequest, limits: ExecutorLimits) -> Refusa
             f"Send at most {limit.most - 1}{limit.fix}.",
         )
     if request.max_tokens < 1:
-        return Refusal(param="max_tokens", message=f"max_tokens={request.max_tokens} is below 1. Ask for at least 1.")
+        return Refusal(
+            param="max_tokens", message=f"max_tokens={shown(request.max_tokens)} is below 1. Ask for at least 1."
+        )
     if num_prompt + request.max_tokens > limit.most:
         return Refusal(
             param="max_tokens",
-            message=f"max_tokens={request.max_tokens} does not fit: the prompt is {num_prompt} tokens and "
+            message=f"max_tokens={shown(request.max_tokens)} does not fit: the prompt is {num_prompt} tokens and "
             f"{limit.reason}. Ask for at most {limit.most - num_prompt}{limit.fix}.",
         )
     return None
@@ -82,7 +140,7 @@ def _refuse_ids(request: GenerationRequest, limits: ExecutorLimits) -> Refusal |
     ):
         if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
             bad = next(token for token in ids if not 0 <= token < limits.vocab_size)
-            message = f"{param} has token id {bad}; ids are 0 to {limits.vocab_size - 1}."
+            message = f"{param} has token id {shown(bad)}; ids are 0 to {limits.vocab_size - 1}."
             return Refusal(param=param, message=message)
     for param, count, most in (
         ("stop_token_ids", len(request.stop_token_ids), limits.max_stop_token_ids),
@@ -95,11 +153,11 @@ def _refuse_ids(request: GenerationRequest, limits: ExecutorLimits) -> Refusal |
 
 def _refuse_sampling(sampling: SamplingParams, limits: ExecutorLimits) -> Refusal | None:
     rules = (
-        ("temperature", sampling.temperature >= 0, "at least 0"),
-        ("top_k", sampling.top_k >= 0, "at least 0 (0 is off)"),
+        ("temperature", sampling.temperature >= 0, "at least 0 and finite"),
+        ("top_k", 0 <= sampling.top_k < 2**31, "0 (off) to 2**31 - 1"),
         ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
         ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
-        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0"),
+        ("repetition_penalty", sampling.repetition_penalty > 0, "above 0 and finite"),
         ("presence_penalty", True, "finite"),
         ("frequency_penalty", True, "finite"),
         ("seed", sampling.seed is None or 0 <= sampling.seed < 2**63, "0 to 2**63 - 1"),
@@ -111,12 +169,17 @@ def _refuse_sampling(sampling: SamplingParams, limits: ExecutorLimits) -> Refusa
     )
     for param, is_ok, wanted in rules:
         value = getattr(sampling, param)
-        if not is_ok or (isinstance(value, float) and not math.isfinite(value)):
-            return Refusal(param=param, message=f"{param}={value} is out of range. It must be {wanted}.")
+        if not is_ok or (param in _NUMBERS and not _is_finite(value)):
+            return Refusal(param=param, message=f"{param}={shown(value)} is out of range. It must be {wanted}.")
     for token, bias in sampling.logit_bias:
-        if not math.isfinite(bias):
-            return Refusal(param="logit_bias", message=f"logit_bias of token {token} is {bias}. It must be finite.")
+        if not _is_finite(bias):
+            message = f"logit_bias of token {token} is {shown(bias)}. It must be finite."
+            return Refusal(param="logit_bias", message=message)
     return None
+
+
+def _is_finite(value: float) -> bool:
+    return -_LARGEST < value < _LARGEST  # integers of any size too; NaN fails
 
 
 def _refuse_slots(limits: ExecutorLimits) -> Refusal | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from serving.core.types import GenerationRequest, SamplingParams
@@ -127,6 +128,66 @@ def test_sampling_values_out_of_range_are_refused_by_name(param, value):
     refusal = refuse(request("r", sampling=SamplingParams(**{param: value})), limits())
     assert refusal is not None
     assert refusal.param == param
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        ("prompt", {"prompt_token_ids": [1, 2]}),
+        ("prompt", {"prompt_token_ids": np.array([1, 2])}),
+        ("prompt", {"prompt_token_ids": (1, np.int64(2))}),
+        ("prompt", {"prompt_token_ids": (1, 2.0)}),
+        ("prompt", {"prompt_token_ids": (1, True)}),
+        ("prompt", {"prompt_token_ids": (10**5000,)}),
+        ("stop_token_ids", {"stop_token_ids": (1.0,)}),
+        ("stop_token_ids", {"stop_token_ids": "1"}),
+        ("max_tokens", {"max_tokens": 2.5}),
+        ("max_tokens", {"max_tokens": None}),
+        ("max_tokens", {"max_tokens": -(10**5000)}),
+        ("priority", {"priority": 0.5}),
+        ("priority", {"priority": None}),
+        ("cache_salt", {"cache_salt": None}),
+        ("cache_salt", {"cache_salt": b"salt"}),
+    ],
+)
+def test_a_request_of_a_wrong_type_is_refused_by_name(param, changes):
+    """Each of these ended the engine, or was taken for something else."""
+    refusal = refuse(dataclasses.replace(request("r"), **changes), limits())
+    assert refusal is not None
+    assert refusal.param == param
+    assert len(refusal.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("top_k", 1.5),
+        ("top_k", np.int64(1)),
+        ("top_k", 2**31),
+        ("seed", 1.5),
+        ("seed", True),
+        ("logprobs", 2.0),
+        ("logprobs", True),
+        ("temperature", "1"),
+        ("temperature", None),
+        ("temperature", np.float32(1)),
+        ("temperature", 10**400),
+        ("temperature", 1e39),
+        ("presence_penalty", -(10**400)),
+        ("repetition_penalty", True),
+        ("logit_bias", {1: 1.0}),
+        ("logit_bias", ((1.0, 1.0),)),
+        ("logit_bias", ((1, "1"),)),
+        ("logit_bias", ([1, 1.0],)),
+        ("logit_bias", ((1, 10**400),)),
+        ("logit_bias", (1, 2)),
+    ],
+)
+def test_a_sampling_value_of_a_wrong_type_is_refused_by_name(param, value):
+    refusal = refuse(request("r", sampling=SamplingParams(**{param: value})), limits())
+    assert refusal is not None
+    assert refusal.param == param
+    assert len(refusal.message) < 200
 
 
 def test_the_largest_allowed_values_are_accepted():
