@@ -39,6 +39,23 @@ DEVICE_SETTINGS = (
     "kernels",
     "moe_finalize",
 )
+# Whole numbers: least and most. Beyond the most no device that exists could follow, and sizes would leave 32 bits.
+BOUNDS = {
+    "tp": (1, 128),
+    "dcp": (1, 128),
+    "max_num_seqs": (1, 2**14),
+    "max_step_tokens": (1, 2**17),
+    "max_model_len": (2, 2**24),
+    "num_pages": (2, 2**24),
+    "num_slots": (2, 2**20),
+    "draft_tokens": (1, 15),
+    "max_waiting": (0, 10**6),
+    "reserve_draft_slots": (0, 1024),
+    "port": (0, 65535),
+    "seed": (0, 2**63 - 1),
+}
+MAX_HOST_CACHE_GB = 65536
+MAX_STRIDE = BOUNDS["max_model_len"][1]
 DRAFT_SETTINGS = ("draft_tokens", "state_rollback", "rejection_sampling", "adaptive_verification")
 
 
@@ -272,22 +289,22 @@ class ServeConfig:
             raise ConfigError("--served-model-name is empty. Give a name or leave the flag out.")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("--api-key is empty. Give a key or leave the flag out.")
-        for name in ("tp", "dcp", "max_num_seqs", "max_step_tokens"):
-            _require(self, name, lambda value: value >= 1, "Use 1 or more.")
-        for name in ("max_model_len", "num_pages", "num_slots"):
-            _require(self, name, lambda value: value >= 2, "Use 2 or more.")
-        _require(self, "draft_tokens", lambda value: 1 <= value <= 15, "Use 1 to 15.")
-        _require(self, "max_waiting", lambda value: value >= 0, "Use 1 or more, or 0 for no bound.")
-        _require(self, "reserve_draft_slots", lambda value: value >= 0, "Use 0 or more.")
-        _require(self, "checkpoint_stride", lambda value: value >= 64 and value % 64 == 0, "Use a multiple of 64.")
-        _require(self, "checkpoint_every", lambda value: value >= 0 and value % 64 == 0, "Use 0 or a multiple of 64.")
+        for name, (least, most) in BOUNDS.items():
+            _require(self, name, lambda value, low=least, high=most: low <= value <= high, f"Use {least} to {most}.")
+        for name, least in (("checkpoint_stride", 64), ("checkpoint_every", 0)):
+            _require(
+                self,
+                name,
+                lambda value, low=least: low <= value <= MAX_STRIDE and value % 64 == 0,
+                f"Use a multiple of 64 from {least} to {MAX_STRIDE}.",
+            )
         _require(self, "checkpoint_share", lambda value: 0 <= value < 1, "Use a share from 0 to below 1.")
-        _require(self, "host_cache_gb", lambda value: 0 <= value <= 65536, "Use 0 to 65536 GB.")
+        _require(
+            self, "host_cache_gb", lambda value: 0 <= value <= MAX_HOST_CACHE_GB, f"Use 0 to {MAX_HOST_CACHE_GB} GB."
+        )
         _require(self, "memory_fraction", lambda value: 0 < value <= 1, "Use a share above 0 and at most 1.")
-        _require(self, "port", lambda value: 0 <= value <= 65535, "Use 0 to 65535.")
         _require(self, "max_body_mb", lambda value: 0 < value <= 4096, "Use more than 0 and at most 4096.")
         _require(self, "shutdown_timeout_s", lambda value: 0 <= value <= 86400, "Use 0 to 86400 seconds.")
-        _require(self, "seed", lambda value: 0 <= value < 2**63, "Use 0 to 2**63 - 1.")
 
     def _check_combinations(self) -> None:
         if self.dcp > 1:

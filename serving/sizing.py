@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from k3jax import draft_state
@@ -72,19 +73,33 @@ def plan_sizes(
     running = config.num_slots or rows + 1
     of_rows = running * own_slot_bytes + draft_state.row_bytes(model_config, dtype, parallel, drafting, rows)
     left = _pool_bytes(config, device) - (of_rows if on_gpu else 0)
+    ranks_here = 1 if on_gpu else parallel.degree  # those of a CPU share its memory
+    _check_pools(
+        config,
+        device,
+        page_bytes=page_bytes * ranks_here,
+        slots=running,
+        slot_bytes=-(-of_rows // running) * ranks_here,
+        rows=rows,
+    )
     keeps_states = config.prefix_cache and config.checkpoint != "off" and config.num_slots is None
     share = config.checkpoint_share if keeps_states else 0.0
     pages = config.num_pages or int((1 - share) * left // page_bytes)
     most = rows * _pages_per_row(longest) + 1
     pages = min(pages, most) if config.num_pages is None else pages
     # Pinned or capped pages need no more checkpoints than there are boundaries to keep them at.
-    slots = running + min(int(share * left // own_slot_bytes), pages // 2 if share else 0)
+    for_states = min(share * left, left - pages * page_bytes) if on_gpu and share else share * left
+    slots = running + max(0, min(int(for_states // own_slot_bytes), pages // 2 if share else 0))
     fits = (pages - 1) * PAGE_SIZE
     if fits < PAGE_SIZE or (config.max_model_len and fits < longest):
+        needed = _pages_per_row(longest) if config.max_model_len else 1
+        room = int(left // page_bytes) - needed - 1
+        fix = "Lower --max-model-len or --max-num-seqs, or raise --num-pages."
+        if share and config.num_pages is None and room >= 0:
+            fix = f"Lower --checkpoint-share={share} to at most {int(1e4 * room * page_bytes / left) / 1e4}."
         raise ConfigError(
             f"not enough memory for one request: {longest} tokens need {_pages_per_row(longest)} pages of "
-            f"{page_bytes} bytes, {max(pages - 1, 0)} fit. "
-            "Lower --max-model-len or --max-num-seqs, or raise --num-pages."
+            f"{page_bytes} bytes, {max(pages - 1, 0)} fit. {fix}"
         )
     set_by: LengthSetBy = "model" if longest == model_config.max_position_embeddings else "setting"
     if fits < longest:
@@ -95,6 +110,40 @@ def plan_sizes(
         max_model_len=longest,
         length_set_by=set_by,
     )
+
+
+def _check_pools(config: ServeConfig, device: Any, *, page_bytes: int, slots: int, slot_bytes: int, rows: int) -> None:
+    """Refuse numbers of pages, slots and rows that the device has no memory for, before any of it is allocated."""
+    most_bytes = _most_bytes(config, device)
+    pages = config.num_pages or 2
+    of_pages, of_slots = pages * page_bytes, slots * slot_bytes
+    if most_bytes is None or of_pages + of_slots <= most_bytes:
+        return
+    if config.num_pages is not None and of_pages >= of_slots:
+        name, value, most = "--num-pages", pages, (most_bytes - of_slots) // page_bytes
+    elif config.num_slots is not None:
+        name, value, most = "--num-slots", slots, (most_bytes - of_pages) // slot_bytes
+    elif config.max_num_seqs is not None or config.num_pages is not None:
+        name, value, most = "--max-num-seqs", rows, (most_bytes - of_pages) // slot_bytes - 1
+    else:
+        return
+    raise ConfigError(
+        f"{name}={value} needs too much memory: pages take {of_pages / 1e9:.1f} GB and states "
+        f"{of_slots / 1e9:.1f} GB, {most_bytes / 1e9:.1f} GB are there. Use at most {max(most, 1)}."
+    )
+
+
+def _most_bytes(config: ServeConfig, device: Any) -> int | None:
+    """Bytes that pools may have: what is left for them, all that is free for pinned pages, on a CPU all of its memory.
+
+    None: the device does not say.
+    """
+    if device.platform != "gpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    stats = device.memory_stats()
+    if not stats or config.num_pages is None:
+        return max(0, _pool_bytes(config, device)) if stats else None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def _pages_per_row(tokens: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving.config import ConfigError, ServeConfig, flag_name
-from serving.flags import env_name, flag_table, parse_config
+from serving.flags import env_name, flag_table, parse_config, value_type
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -113,6 +113,12 @@ def test_a_flag_beats_its_variable():
         (["--max-body-mb", "0"], "--max-body-mb=0"),
         (["--shutdown-timeout-s", "inf"], "--shutdown-timeout-s=inf"),
         (["--seed", "-1"], "--seed=-1"),
+        (["--num-pages", "10000000000000"], "--num-pages=10000000000000 is out of range. Use 2 to 16777216."),
+        (["--num-slots", "10000000000000"], "--num-slots=10000000000000 is out of range. Use 2 to 1048576."),
+        (["--max-num-seqs", "1000000000000"], "--max-num-seqs=1000000000000 is out of range. Use 1 to 16384."),
+        (["--max-step-tokens", "9" * 20], f"--max-step-tokens={'9' * 20} is out of range. Use 1 to 131072."),
+        (["--max-waiting", "9" * 20], f"--max-waiting={'9' * 20} is out of range."),
+        (["--checkpoint-stride", "640000000"], "--checkpoint-stride=640000000 is out of range."),
         (["--model", ""], "--model"),
         (["--api-key", ""], "--api-key"),
     ],
@@ -162,6 +168,18 @@ def test_a_flag_that_could_not_have_any_effect_is_refused_with_the_reason(flags:
 )
 def test_the_demo_takes_its_own_draft_unless_another_setting_excludes_it(settings: dict[str, Any], is_used: bool):
     assert ServeConfig(**settings).may_take_own_draft is is_used
+
+
+def test_every_number_has_an_upper_bound():
+    """D68: beyond it the flag, its value and the fix are named before anything is loaded or allocated."""
+    numbers = [field.name for field in dataclasses.fields(ServeConfig) if value_type(field.name) in (int, float)]
+    assert len(numbers) >= 15
+    for name in numbers:
+        for value in (2**1000, 10**18) if value_type(name) is int else (1e308,):
+            if name == "seed" and value < 2**63:
+                continue
+            with pytest.raises(ConfigError, match=rf"{flag_name(name)}=\S+ is out of range\. Use .*\d"):
+                parse_config([flag_name(name), str(value)], {})
 
 
 def test_a_variable_that_is_nearly_a_setting_is_refused():

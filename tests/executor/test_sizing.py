@@ -1,6 +1,7 @@
 """How memory is split, on stand-in devices that only report numbers."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -84,6 +85,43 @@ def test_a_full_device_is_refused():
         sizes(full)
 
 
+@pytest.mark.parametrize("flags", [{}, {"max_model_len": 640}])
+def test_a_share_that_leaves_no_pages_is_what_the_refusal_names(flags):
+    device = Device(platform="gpu", bytes_limit=10**9)
+    words = r"0 fit. Lower --checkpoint-share=0.999999 to at most 0.99\d+\.$"
+    with pytest.raises(ConfigError, match=words) as error:
+        sizes(device, checkpoint_share=0.999999, max_num_seqs=2, **flags)
+    advised = float(str(error.value).removesuffix(".").rsplit(" ", 1)[1])
+    assert sizes(device, checkpoint_share=advised, max_num_seqs=2, **flags).cache_shape.num_pages >= 2
+
+
+@pytest.mark.parametrize("device", [Device(), Device(platform="gpu", bytes_limit=4 * 10**8)])
+@pytest.mark.parametrize(
+    ("flag", "value", "also"),
+    [
+        ("num_pages", 2**24, {}),
+        ("num_pages", 2**16, {"max_num_seqs": 4}),
+        ("num_slots", 2**20, {}),
+        ("num_slots", 2**20, {"num_pages": 9}),
+        ("max_num_seqs", 2**14, {}),
+        ("max_num_seqs", 2**14, {"num_pages": 9}),
+    ],
+)
+def test_pools_beyond_the_memory_are_refused_with_what_fits(device, flag, value, also, monkeypatch):
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 4 * 10**8 // 4096}.__getitem__)
+    large = dataclasses.replace(CONFIG, max_position_embeddings=2**23)
+    name = "--" + flag.replace("_", "-")
+    given: dict[str, Any] = {flag: value, **also}
+    with pytest.raises(ConfigError, match=rf"{name}={value} needs too much memory: .*Use at most \d+\.$") as error:
+        sizes(device, model=large, **given)
+    most = int(str(error.value).removesuffix(".").rsplit(" ", 1)[1])
+    given[flag] = most
+    sizes(device, model=large, **given)
+    given[flag] = most + 2
+    with pytest.raises(ConfigError, match=name):
+        sizes(device, model=large, **given)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -127,12 +165,9 @@ def test_a_cache_that_keeps_no_states_leaves_all_memory_to_pages():
     """Or a comparison of --checkpoint off with --no-prefix-cache, or with `internal`, would be of memory."""
     device = Device(platform="gpu", bytes_limit=10**9)
     model = dataclasses.replace(CONFIG, max_position_embeddings=2**23)
-    without, off, split = (
-        sizes(device, model=model, **flags).cache_shape
-        for flags in ({"prefix_cache": False}, {"checkpoint": "off"}, {"checkpoint": "split"})
-    )
-    assert off == without
-    assert off.num_pages > split.num_pages
+    off = sizes(device, model=model, checkpoint="off").cache_shape
+    assert off == sizes(device, model=model, prefix_cache=False).cache_shape
+    assert off.num_pages > sizes(device, model=model, checkpoint="split").cache_shape.num_pages
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.74, 0.9, 0.97, 1.0])
