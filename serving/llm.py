@@ -22,6 +22,7 @@ from serving.offline_values import (
     prompt_list,
     sampling_params,
     stop_strings,
+    string,
     token_ids,
     tool_list,
 )
@@ -55,6 +56,7 @@ class Generation:
     tool_calls: list[ToolCallDelta] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 class LLM:
@@ -98,13 +100,16 @@ class LLM:
         max_tokens: SupportsIndex | None = None,
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[SupportsIndex] | Array = (),
+        priority: SupportsIndex = 0,
+        cache_salt: str = "",
         **sampling: Any,
     ) -> list[Generation]:
         """Continue each prompt, text or token ids; one prompt gives a list of one.
 
         `max_tokens` None means what fits. `sampling` are the fields of `SamplingParams`; its `logit_bias` may be a
-        mapping. Token ids and integers may be NumPy's. Prompts run together, and the model's own end of message stops
-        each.
+        mapping. Of all that wait, what has the smallest `priority` runs first. Only prompts of one `cache_salt` find
+        each other's prefixes in the cache. Token ids and integers may be NumPy's. Prompts run together, and the model's
+        own end of message stops each.
 
         Raises:
             ValueError: a prompt or a value can never run; nothing was run then.
@@ -117,7 +122,14 @@ class LLM:
         jobs = []
         for prompt in prompt_list(prompts):
             ids = tuple(self._require_tokenizer().encode(prompt)) if isinstance(prompt, str) else prompt
-            request = self._request(ids, max_tokens, stop_token_ids, params)
+            request = self._request(
+                ids,
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                sampling=params,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
             jobs.append(_Job(request=request, choice=CompletionChoice(self.tokenizer, stop_strings=stops)))
         return self._run(jobs)
 
@@ -128,6 +140,8 @@ class LLM:
         max_tokens: SupportsIndex | None = None,
         stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[SupportsIndex] | Array = (),
+        priority: SupportsIndex = 0,
+        cache_salt: str = "",
         thinking: bool = True,
         reasoning_effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -155,7 +169,14 @@ class LLM:
                 reasoning_effort=reasoning_effort,
                 tool_choice=tool_choice,
             )
-            request = self._request(tuple(ids), max_tokens, stop_token_ids, params)
+            request = self._request(
+                tuple(ids),
+                max_tokens=max_tokens,
+                stop_token_ids=stop_token_ids,
+                sampling=params,
+                priority=priority,
+                cache_salt=cache_salt,
+            )
             parser = ChatParser(tokenizer, thinking=thinking)
             jobs.append(_Job(request=request, choice=ChatChoice(tokenizer, parser, stop_strings=stops)))
         return self._run(jobs)
@@ -180,9 +201,12 @@ class LLM:
     def _request(
         self,
         ids: tuple[int, ...],
+        *,
         max_tokens: SupportsIndex | None,
-        stop_ids: Sequence[SupportsIndex] | Array,
+        stop_token_ids: Sequence[SupportsIndex] | Array,
         sampling: SamplingParams,
+        priority: SupportsIndex,
+        cache_salt: str,
     ) -> GenerationRequest:
         limits = self.engine.limits
         own_stops = () if self.tokenizer is None else (self.tokenizer.end_of_message_id,)
@@ -192,7 +216,9 @@ class LLM:
             prompt_token_ids=ids,
             max_tokens=max(room, 1) if max_tokens is None else integer("max_tokens", max_tokens),
             sampling=sampling,
-            stop_token_ids=tuple(dict.fromkeys((*own_stops, *token_ids("stop_token_ids", stop_ids)))),
+            stop_token_ids=tuple(dict.fromkeys((*own_stops, *token_ids("stop_token_ids", stop_token_ids)))),
+            priority=integer("priority", priority),
+            cache_salt=string("cache_salt", cache_salt),
         )
         if (refusal := refuse(request, limits)) is not None:
             raise ValueError(refusal.message)
@@ -247,6 +273,7 @@ class _Job:
         self._message.add(update.deltas)
         generation.finish_reason = update.finish_reason
         generation.error = delta.error
+        generation.cached_tokens = max(generation.cached_tokens, delta.cached_tokens)  # the first delta says
         return update.finish_reason is not None
 
     def finished(self) -> Generation:

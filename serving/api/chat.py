@@ -84,6 +84,7 @@ def build_choices(
             max_tokens=max_tokens,
             sampling=sampling.for_choice(params, index),
             stop_token_ids=stop_ids,
+            priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
         )
         sampling.check_fits(request, limits, param=param, prompt_param="messages")

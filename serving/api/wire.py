@@ -109,6 +109,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     cache_salt: str | None = None
+    priority: int | None = None
     # Accepted and without effect on the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None

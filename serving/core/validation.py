@@ -52,6 +52,7 @@ def refuse(request: GenerationRequest, limits: ExecutorLimits) -> Refusal | None
         or _refuse_length(request, limits)
         or _refuse_ids(request, limits)
         or _refuse_sampling(request.sampling, limits)
+        or _refuse_priority(request.priority)
         or _refuse_slots(limits)
     )
 
@@ -176,6 +177,13 @@ def _refuse_sampling(sampling: SamplingParams, limits: ExecutorLimits) -> Refusa
             message = f"logit_bias of token {token} is {shown(bias)}. It must be finite."
             return Refusal(param="logit_bias", message=message)
     return None
+
+
+def _refuse_priority(priority: int) -> Refusal | None:
+    if -(2**31) <= priority < 2**31:
+        return None
+    message = f"priority={shown(priority)} is out of range. It must be -2**31 to 2**31 - 1; a smaller one runs earlier."
+    return Refusal(param="priority", message=message)
 
 
 def _is_finite(value: float) -> bool:

@@ -89,6 +89,8 @@ def test_without_a_slot_every_request_is_refused_instead_of_waiting_for_ever():
         ("prompt", {"prompt_token_ids": (1, 997)}),
         ("prompt", {"prompt_token_ids": (-1,)}),
         ("max_tokens", {"max_tokens": 0}),
+        ("priority", {"priority": 2**31}),
+        ("priority", {"priority": -(10**5000)}),
         ("stop_token_ids", {"stop_token_ids": (10**6,)}),
         ("stop_token_ids", {"stop_token_ids": (-1,)}),
         ("stop_token_ids", {"stop_token_ids": tuple(range(17))}),

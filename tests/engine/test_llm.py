@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import serving
@@ -11,7 +12,7 @@ from k3jax.tokenizer import load_tokenizer
 from serving.core.types import ExecutorLimits
 from serving.engine import Engine, EngineState
 from serving.fake_executor import FakeExecutor
-from tests.core.driver import expected_tokens, limits, request
+from tests.core.driver import expected_tokens, limits, policy, request
 
 FOLDER = Path(__file__).parent.parent / "data" / "tokenizer"
 TOKENIZER = load_tokenizer(FOLDER)
@@ -104,6 +105,30 @@ def test_values_out_of_range_are_errors_that_name_the_field(options, message):
 def test_text_without_a_tokenizer_is_an_error_that_says_what_works():
     with _llm(tokenizer=None) as llm, pytest.raises(ValueError, match="Give token ids"):
         llm.generate("Hi")
+
+
+def test_cached_tokens_are_those_found_under_the_same_salt():
+    text = list(range(1, 101))
+    with _llm(policy=policy(8)) as llm:
+
+        def cached(**options) -> int:
+            (answer,) = llm.generate([text], max_tokens=2, **options)
+            return answer.cached_tokens
+
+        assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a")] == [0, 96, 0, 96]
+
+
+def test_priority_and_salt_reach_the_engine_from_both_calls(monkeypatch):
+    requests = []
+    with _llm(_says("yes")) as llm:
+        submit = llm.engine.submit
+        monkeypatch.setattr(
+            llm.engine, "submit", lambda request, sink: (requests.append(request), submit(request, sink))
+        )
+        llm.generate("Hi", priority=np.int64(-3), cache_salt="a")
+        llm.chat([{"role": "user", "content": "Hi"}], priority=2, cache_salt="b")
+        llm.generate("Hi")
+    assert [(request.priority, request.cache_salt) for request in requests] == [(-3, "a"), (2, "b"), (0, "")]
 
 
 def test_a_failure_while_running_is_reported_in_the_generation():
