@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from serving.config import CHECKPOINTS, TOKEN_BUDGETS
+from serving.config import BOUNDS, CHECKPOINTS, MAX_HOST_CACHE_GB, TOKEN_BUDGETS
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
 from serving.garbage import collect_rarely
@@ -19,7 +19,7 @@ from serving.option_types import OneLineParser, real, several, whole
 from serving.simulation.cost import CostModel
 from serving.simulation.drafts import MAX_SPREAD, DraftModel
 from serving.simulation.run import Report, simulate
-from serving.simulation.trace import Synthetic, read_trace
+from serving.simulation.trace import MAX_PREFIX_TOKENS, MAX_PREFIXES, MAX_TOKENS, Synthetic, read_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,9 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("requests")
     what.add_argument("--trace", type=pathlib.Path, metavar="FILE", help="JSON lines to replay; else random requests")
-    what.add_argument("--requests", type=whole(1), default=1000, metavar="N", help="random requests (default: 1000)")
-    what.add_argument("--mean-prompt", type=whole(1), default=1000, metavar="TOKENS", help="default: 1000")
-    what.add_argument("--mean-output", type=whole(1), default=200, metavar="TOKENS", help="default: 200")
+    what.add_argument(
+        "--requests", type=whole(1, 10**7), default=1000, metavar="N", help="random requests (default: 1000)"
+    )
+    what.add_argument("--mean-prompt", type=whole(1, MAX_TOKENS), default=1000, metavar="TOKENS", help="default: 1000")
+    what.add_argument("--mean-output", type=whole(1, MAX_TOKENS), default=200, metavar="TOKENS", help="default: 200")
     what.add_argument(
         "--shared",
         type=real(least=0, most=1),
@@ -108,37 +110,75 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="behind a shared prefix (default: 0.5)",
     )
-    what.add_argument("--prefixes", type=whole(1), default=100, metavar="N", help="shared prefixes (default: 100)")
-    what.add_argument("--prefix-tokens", type=whole(1), default=512, metavar="TOKENS", help="default: 512")
     what.add_argument(
-        "--rate", type=real(above=0), metavar="PER_S", help="arrivals a second; unset: all wait from the start"
+        "--prefixes", type=whole(1, MAX_PREFIXES), default=100, metavar="N", help="shared prefixes (default: 100)"
     )
-    what.add_argument("--seed", type=whole(0), default=0, metavar="N", help="default: 0")
+    what.add_argument(
+        "--prefix-tokens", type=whole(1, MAX_PREFIX_TOKENS), default=512, metavar="TOKENS", help="default: 512"
+    )
+    what.add_argument(
+        "--rate",
+        type=real(above=0, most=1e6),
+        metavar="PER_S",
+        help="arrivals a second; unset: all wait from the start",
+    )
+    what.add_argument("--seed", type=whole(*BOUNDS["seed"]), default=0, metavar="N", help="default: 0")
     device = parser.add_argument_group("device")
     device.add_argument(
         "--cost", type=pathlib.Path, metavar="FILE", help="JSON of step costs; see serving/simulation/cost.py"
     )
-    device.add_argument("--max-num-seqs", type=whole(1), default=64, metavar="N", help="default: 64")
-    device.add_argument("--max-step-tokens", type=whole(1), default=8192, metavar="TOKENS", help="default: 8192")
-    device.add_argument("--max-model-len", type=whole(1), default=131072, metavar="TOKENS", help="default: 131072")
     device.add_argument(
-        "--num-pages", type=whole(1), default=16384, metavar="N", help="pages of 64 tokens (default: 16384)"
+        "--max-num-seqs", type=whole(1, BOUNDS["max_num_seqs"][1]), default=64, metavar="N", help="default: 64"
     )
     device.add_argument(
-        "--checkpoint-slots", type=whole(0), default=256, metavar="N", help="slots for checkpoints (default: 256)"
+        "--max-step-tokens",
+        type=whole(1, BOUNDS["max_step_tokens"][1]),
+        default=8192,
+        metavar="TOKENS",
+        help="default: 8192",
     )
     device.add_argument(
-        "--page-kb", type=whole(1), default=1769, metavar="KB", help="bytes of a page (default: K3 at tp 8)"
+        "--max-model-len",
+        type=whole(1, BOUNDS["max_model_len"][1]),
+        default=131072,
+        metavar="TOKENS",
+        help="default: 131072",
     )
     device.add_argument(
-        "--slot-kb", type=whole(1), default=56000, metavar="KB", help="bytes of a slot (default: K3 at tp 8)"
+        "--num-pages",
+        type=whole(1, BOUNDS["num_pages"][1]),
+        default=16384,
+        metavar="N",
+        help="pages of 64 tokens (default: 16384)",
     )
     device.add_argument(
-        "--host-cache-gb", type=real(least=0), default=0.0, metavar="GB", help="host tier (default: none)"
+        "--checkpoint-slots",
+        type=whole(0, BOUNDS["num_slots"][1]),
+        default=256,
+        metavar="N",
+        help="slots for checkpoints (default: 256)",
+    )
+    device.add_argument(
+        "--page-kb", type=whole(1, 10**9), default=1769, metavar="KB", help="bytes of a page (default: K3 at tp 8)"
+    )
+    device.add_argument(
+        "--slot-kb", type=whole(1, 10**9), default=56000, metavar="KB", help="bytes of a slot (default: K3 at tp 8)"
+    )
+    device.add_argument(
+        "--host-cache-gb",
+        type=real(least=0, most=MAX_HOST_CACHE_GB),
+        default=0.0,
+        metavar="GB",
+        help="host tier (default: none)",
     )
     policy = parser.add_argument_group("policy")
     policy.add_argument("--token-budget", choices=TOKEN_BUDGETS, default="adaptive")
-    policy.add_argument("--reserve-draft-slots", type=whole(0), metavar="N", help="default: what the draft needs")
+    policy.add_argument(
+        "--reserve-draft-slots",
+        type=whole(*BOUNDS["reserve_draft_slots"]),
+        metavar="N",
+        help="default: what the draft needs",
+    )
     policy.add_argument("--checkpoint", choices=CHECKPOINTS, default="internal")
     policy.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True)
     draft = parser.add_argument_group("drafts")

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-_PREFIX_STRIDE = 1 << 16  # ids of one shared prefix: the longest one
-_NUM_PREFIXES = 1 << 14
+MAX_PREFIX_TOKENS = 1 << 16
+MAX_PREFIXES = 1 << 14
+MAX_TOKENS = 1 << 20  # of a prompt, or of its answer
 _PREFIX_BASE = 1 << 30  # ids of unique tails lie below; all fit 31 bits
 
 
@@ -25,16 +26,20 @@ class TraceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if self.prompt_tokens > 16 * _PREFIX_STRIDE:
-            raise ValueError(f"prompt_tokens={self.prompt_tokens} is above {16 * _PREFIX_STRIDE}")
+        if self.prompt_tokens > MAX_TOKENS or self.output_tokens > MAX_TOKENS:
+            name = "prompt_tokens" if self.prompt_tokens > MAX_TOKENS else "output_tokens"
+            raise ValueError(f"{name}={getattr(self, name)} is above {MAX_TOKENS}")
         if self.arrival_s < 0 or self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError("arrival_s must be 0 or more, prompt_tokens and output_tokens at least 1")
-        if not 0 <= self.prefix_tokens <= min(self.prompt_tokens, _PREFIX_STRIDE):
-            raise ValueError(f"prefix_tokens={self.prefix_tokens} must lie in 0..prompt_tokens={self.prompt_tokens}")
+        if not 0 <= self.prefix_tokens <= min(self.prompt_tokens, MAX_PREFIX_TOKENS):
+            raise ValueError(
+                f"prefix_tokens={self.prefix_tokens} must lie in 0..{MAX_PREFIX_TOKENS} and not be above "
+                f"prompt_tokens={self.prompt_tokens}"
+            )
         if self.prefix_tokens and self.prefix_id is None:
             raise ValueError("prefix_tokens needs a prefix_id")
-        if self.prefix_id is not None and not 0 <= self.prefix_id < _NUM_PREFIXES:
-            raise ValueError(f"prefix_id={self.prefix_id} must lie in 0..{_NUM_PREFIXES - 1}")
+        if self.prefix_id is not None and not 0 <= self.prefix_id < MAX_PREFIXES:
+            raise ValueError(f"prefix_id={self.prefix_id} must lie in 0..{MAX_PREFIXES - 1}")
 
     @property
     def num_own_tokens(self) -> int:
@@ -43,17 +48,17 @@ class TraceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def token_ids(self, first_own: int) -> tuple[int, ...]:
         """The prompt; its own tokens are numbered from `first_own` on, so equal blocks never occur by chance."""
-        start = first_own % (_PREFIX_BASE - _PREFIX_STRIDE * 16)
+        start = first_own % (_PREFIX_BASE - MAX_TOKENS)
         own = range(start, start + self.num_own_tokens)
         if not self.prefix_tokens or self.prefix_id is None:
             return tuple(own)
-        first = _PREFIX_BASE + self.prefix_id * _PREFIX_STRIDE
+        first = _PREFIX_BASE + self.prefix_id * MAX_PREFIX_TOKENS
         return (*range(first, first + self.prefix_tokens), *own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """Random requests: exponential lengths, a share of them behind one of `num_prefixes` prefixes.
+    """Random requests: exponential lengths, cut at what a trace may hold, a share of them behind one of `num_prefixes`.
 
     `rate_per_s` None: all arrive at once and wait for their turn.
     """
@@ -73,8 +78,8 @@ class Synthetic:
         for _ in range(self.num_requests):
             if self.rate_per_s is not None:
                 now += draw.expovariate(self.rate_per_s)
-            prompt = max(1, round(draw.expovariate(1 / self.mean_prompt)))
-            output = max(1, round(draw.expovariate(1 / self.mean_output)))
+            prompt = _length(draw, self.mean_prompt)
+            output = _length(draw, self.mean_output)
             is_shared = draw.random() < self.shared
             yield TraceEntry(
                 arrival_s=now,
@@ -83,6 +88,10 @@ class Synthetic:
                 prefix_id=draw.randrange(self.num_prefixes) if is_shared else None,
                 prefix_tokens=min(prompt, self.prefix_tokens) if is_shared else 0,
             )
+
+
+def _length(draw: random.Random, mean: int) -> int:
+    return min(max(1, round(draw.expovariate(1 / mean))), MAX_TOKENS)
 
 
 def read_trace(path: pathlib.Path) -> list[TraceEntry]:

@@ -10,7 +10,7 @@ from serving.core.types import ExecutorLimits
 from serving.simulate import main
 from serving.simulation.cost import CostModel
 from serving.simulation.run import simulate
-from serving.simulation.trace import Synthetic, TraceEntry, read_trace
+from serving.simulation.trace import MAX_TOKENS, Synthetic, TraceEntry, read_trace
 
 LIMITS = ExecutorLimits(
     num_rows=8,
@@ -61,6 +61,13 @@ def test_every_token_of_a_random_trace_is_counted_once():
     assert 0 < report.cached_tokens < report.prompt_tokens
 
 
+def test_random_requests_stay_within_what_a_trace_may_hold():
+    """However long they are on average: a draw beyond it ended the run with a message that named no option."""
+    synthetic = Synthetic(num_requests=300, mean_prompt=MAX_TOKENS, mean_output=MAX_TOKENS, prefix_tokens=65536)
+    entries = list(synthetic.entries())
+    assert max(entry.prompt_tokens for entry in entries) == max(entry.output_tokens for entry in entries) == MAX_TOKENS
+
+
 def test_a_trace_is_the_same_every_time():
     synthetic = Synthetic(num_requests=50, mean_prompt=200, mean_output=10, prefix_tokens=128)
     first, second = (run(synthetic.entries()) for _ in range(2))
@@ -109,6 +116,11 @@ def test_a_request_that_can_never_run_is_named():
             '{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 1, "prefix_id": 1, "prefix_tokens": 6}',
             "prefix_tokens=6",
         ),
+        (
+            '{"arrival_s": 0, "prompt_tokens": 99999, "output_tokens": 1, "prefix_id": 1, "prefix_tokens": 70000}',
+            r"prefix_tokens=70000 must lie in 0\.\.65536 ",
+        ),
+        ('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 1048577}', "output_tokens=1048577 is above"),
         ('{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 1, "prompt": "x"}', "prompt"),
         ("nonsense", "line 2"),
     ],
@@ -153,14 +165,20 @@ def test_the_command_replays_a_file_and_prints_a_table(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("option", "value", "fix"),
     [
-        ("--requests", "0", "Give one that is at least 1."),
-        ("--mean-output", "x", "Give one that is at least 1."),
+        ("--requests", "0", "Give one from 1 to 10000000."),
+        ("--mean-output", "x", "Give one from 1 to 1048576."),
+        ("--mean-prompt", "1048577", "Give one from 1 to 1048576."),
+        ("--prefixes", "100000", "Give one from 1 to 16384."),
+        ("--prefix-tokens", "100000", "Give one from 1 to 65536."),
+        ("--num-pages", "10000000000000", "Give one from 1 to 16777216."),
+        ("--max-num-seqs", "1000000000000", "Give one from 1 to 16384."),
         ("--shared", "1.5", "Give a number at least 0 and at most 1."),
-        ("--rate", "0", "Give a number above 0."),
-        ("--rate", "nan", "Give a number above 0."),
-        ("--checkpoint-slots", "-1", "Give one that is at least 0."),
-        ("--host-cache-gb", "-1", "Give a number at least 0."),
-        ("--reserve-draft-slots", "-1", "Give one that is at least 0."),
+        ("--rate", "0", "Give a number above 0 and at most 1e+06."),
+        ("--rate", "nan", "Give a number above 0 and at most 1e+06."),
+        ("--checkpoint-slots", "-1", "Give one from 0 to 1048576."),
+        ("--host-cache-gb", "-1", "Give a number at least 0 and at most 65536."),
+        ("--host-cache-gb", "1e308", "Give a number at least 0 and at most 65536."),
+        ("--reserve-draft-slots", "-1", "Give one from 0 to 1024."),
         ("--acceptance", "0.9,2", "Give a number at least 0 and at most 1."),
         ("--confidence", "", "Give a number at least 0 and at most 1."),
         ("--spread", "11", "Give a number at least 0 and at most 10."),
