@@ -35,8 +35,8 @@ def test_of_two_that_wait_the_smaller_number_is_served_first(endpoint: str):
 
 
 def test_the_openai_client_can_send_it():
-    with serve() as served:
-        answer = served.openai().completions.create(
+    with serve() as served, served.openai() as client:
+        answer = client.completions.create(
             model="demo", prompt="Hello", max_tokens=2, extra_body={"priority": -(2**31)}
         )
-        assert answer.usage is not None and answer.usage.completion_tokens == 2
+    assert answer.usage is not None and answer.usage.completion_tokens == 2
