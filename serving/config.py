@@ -202,7 +202,8 @@ class ServeConfig:
     offload: str = setting(
         "host",
         "prefix cache",
-        "where evicted and parked states go when there is room: `host` or `none`",
+        "where evicted and parked states go when there is room: `host`, or `none`, which leaves --host-cache-gb unused "
+        "(to compare)",
         choices=OFFLOADS,
     )
     num_pages: int | None = setting(
@@ -337,15 +338,29 @@ class ServeConfig:
                 self._refuse_beside(name, "--checkpoint=off", "which keeps no state of a prompt")
         if self.num_slots is not None:
             self._refuse_beside("checkpoint_share", f"--num-slots={self.num_slots}", "which fixes the slots")
-        if self.offload == "none":
-            self._refuse_beside("host_cache_gb", "--offload=none", "which moves nothing")
+        if self.offload == "none" and self.host_cache_gb == 0:
+            raise ConfigError(
+                "--offload=none has no effect without --host-cache-gb: nothing leaves the device. Leave it out."
+            )
+        if self.checkpoint_every % self.checkpoint_stride:
+            raise ConfigError(
+                f"--checkpoint-every={self.checkpoint_every} leaves checkpoints that --checkpoint-stride="
+                f"{self.checkpoint_stride} rules out. Use a multiple of {self.checkpoint_stride}."
+            )
 
     def _check_drafts(self) -> None:
         if self.draft is not None and not self.draft.strip():
             raise ConfigError("--draft is empty. Use `none` or the folder of a draft.")
         if self.wants_draft and (why := self.draft_exclusion) is not None:
             raise ConfigError(f"--draft={self.draft} cannot be used beside {why}. Leave one of them out.")
-        if not self.wants_draft and not self.may_take_own_draft:
+        has_draft = self.wants_draft or self.may_take_own_draft
+        num_charged = self.reserve_draft_slots
+        if self.token_budget != "adaptive" and not (has_draft if num_charged is None else num_charged):
+            raise ConfigError(
+                f"--token-budget={self.token_budget} has no effect: no draft queries are charged. "
+                "Leave it out, give a draft with --draft, or --reserve-draft-slots of 1 or more."
+            )
+        if not has_draft:
             without = "beside --draft=none" if self.draft == NO_DRAFT else "without a draft"
             if self.draft is None and self.model == "demo":
                 without = f"beside {self.draft_exclusion}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any, cast
@@ -14,9 +15,10 @@ from typing import Any, cast
 from k3jax.chat import ChatLiterals, LiteralsError, load_chat_literals
 from k3jax.config import K3Config
 from k3jax.tokenizer import Tokenizer, load_tokenizer
-from serving.config import ConfigError, ServeConfig
-from serving.core.policy import Checkpoint, SchedulerPolicy, TokenBudget
+from serving.config import ConfigError, ServeConfig, flag_name
+from serving.core.policy import BLOCK, Checkpoint, SchedulerPolicy, TokenBudget
 from serving.core.scheduler import Scheduler
+from serving.core.types import ExecutorLimits
 from serving.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -62,13 +64,17 @@ def build_engine(
     tokenizer = load_tokenizer(folder) if (folder / "tiktoken.model").is_file() else None
     if config.load_format == "fake":
         executor = _fake_executor(config, model_config, tokenizer)
+        check_effects(config, executor.limits)
     else:
         from serving.executor_build import build_executor, prepare_environment
 
         prepare_environment(config)
-        executor = build_executor(
-            config, model_config, folder, draft_folder(config), report, lambda limits: Scheduler(limits, policy=policy)
-        )
+
+        def check(limits: ExecutorLimits) -> None:
+            check_effects(config, limits)
+            Scheduler(limits, policy=policy)
+
+        executor = build_executor(config, model_config, folder, draft_folder(config), report, check)
     engine = Engine(
         executor, max_waiting=config.max_waiting or None, seed=config.seed, policy=policy, overlap=config.overlap
     )
@@ -87,6 +93,25 @@ def scheduler_policy(config: ServeConfig) -> SchedulerPolicy:
         reserve_draft_slots=config.reserve_draft_slots,
         adaptive_verification=config.adaptive_verification is not False,
     )
+
+
+def check_effects(config: ServeConfig, limits: ExecutorLimits) -> None:
+    """Refuse settings that, on this device, could not have any effect. Raises `ConfigError`."""
+    longest = (limits.max_model_len - 1) // BLOCK * BLOCK
+    for name in ("checkpoint_stride", "checkpoint_every"):
+        value = getattr(config, name)
+        if value > max(longest, BLOCK):
+            raise ConfigError(
+                f"{flag_name(name)}={value} has no effect: prompts have at most {limits.max_model_len - 1} tokens. "
+                f"Use at most {max(longest, BLOCK)}."
+            )
+    needed = limits.page_bytes + limits.slot_bytes
+    if config.offload == "host" and config.host_cache_gb > 0 and limits.host_cache_bytes < needed:
+        least = math.ceil(needed / 1e5) / 1e4
+        raise ConfigError(
+            f"--host-cache-gb={config.host_cache_gb} has no effect: one page and the state behind it take {needed} "
+            f"bytes. Give at least {least}, or leave it out."
+        )
 
 
 def _literals(folder: pathlib.Path) -> ChatLiterals | None:

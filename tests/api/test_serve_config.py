@@ -67,8 +67,9 @@ def test_the_defaults_need_no_flag():
 def test_every_setting_can_be_given_as_flag_and_as_variable(name: str):
     value = OTHER_VALUES[name]
     flags = [flag_name("no_" + name)] if value is False else [flag_name(name), str(value)]
-    assert getattr(parse_config(flags, {}), name) == value
-    assert getattr(parse_config([], {env_name(name): str(value)}), name) == value
+    beside = ["--host-cache-gb", "1.5"] if name == "offload" else []
+    assert getattr(parse_config(flags + beside, {}), name) == value
+    assert getattr(parse_config(beside, {env_name(name): str(value)}), name) == value
 
 
 def test_every_setting_is_covered_here():
@@ -100,7 +101,11 @@ def test_a_flag_beats_its_variable():
         (["--checkpoint", "off", "--checkpoint-share", "0.5"], "has no effect beside --checkpoint=off"),
         (["--kernels", "xla", "--moe-finalize", "deferred"], "=deferred has no effect beside --kernels=xla"),
         (["--num-slots", "9", "--checkpoint-share", "0.1"], "has no effect beside --num-slots=9"),
-        (["--offload", "none", "--host-cache-gb", "2"], "has no effect beside --offload=none"),
+        (["--offload", "none"], "--offload=none has no effect without --host-cache-gb"),
+        (["--checkpoint-every", "320", "--checkpoint-stride", "1536"], "Use a multiple of 1536."),
+        (["--draft", "none", "--token-budget", "additive"], "--token-budget=additive has no effect"),
+        (["--load-format", "fake", "--token-budget", "static"], "--token-budget=static has no effect"),
+        (["--token-budget", "additive", "--reserve-draft-slots", "0"], "--token-budget=additive has no effect"),
         (["--draft", ""], "--draft is empty"),
         (["--draft-tokens", "0"], "--draft-tokens=0"),
         (["--draft-tokens", "16"], "--draft-tokens=16"),
@@ -168,6 +173,23 @@ def test_a_flag_that_could_not_have_any_effect_is_refused_with_the_reason(flags:
 )
 def test_the_demo_takes_its_own_draft_unless_another_setting_excludes_it(settings: dict[str, Any], is_used: bool):
     assert ServeConfig(**settings).may_take_own_draft is is_used
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--draft", "none", "--token-budget", "additive", "--reserve-draft-slots", "7"],
+        ["--token-budget", "static"],
+        ["--checkpoint-every", "3072", "--checkpoint-stride", "1536"],
+    ],
+)
+def test_flags_that_need_each_other_are_accepted_together(flags: list[str]):
+    parse_config(flags, {})
+
+
+def test_without_offload_the_host_tier_is_off():
+    assert ServeConfig(host_cache_gb=2.0).host_cache_bytes == 2 * 10**9
+    assert ServeConfig(host_cache_gb=2.0, offload="none").host_cache_bytes == 0
 
 
 def test_every_number_has_an_upper_bound():

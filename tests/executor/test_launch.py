@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +15,10 @@ import pytest
 
 from k3jax import params
 from serving import launch
-from serving.config import ConfigError, ServeConfig
+from serving.config import ConfigError, ServeConfig, flag_name
 from serving.core.types import GenerationRequest
 from serving.core.validation import refuse
-from serving.fake_executor import FakeExecutor
+from serving.fake_executor import DEFAULT_LIMITS, FakeExecutor
 from serving.llm import LLM
 from serving.run import main
 from tests.executor.device import CONFIG
@@ -224,11 +226,46 @@ def test_what_cannot_work_is_refused_with_the_fix(monkeypatch, folder, flags, wo
         build(monkeypatch, folder, **flags)
 
 
-def test_a_budget_without_a_token_is_refused_before_anything_is_compiled(monkeypatch, folder):
-    def compile_nothing(*_, **__):
+@pytest.fixture
+def compile_nothing(monkeypatch):
+    def fail(*_, **__):
         raise AssertionError("programs were compiled")
 
-    monkeypatch.setattr("serving.executor_build.DeviceExecutor", compile_nothing)
+    monkeypatch.setattr("serving.executor_build.DeviceExecutor", fail)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "fake"])
+@pytest.mark.parametrize(
+    ("flag", "value", "fix"),
+    [
+        ("checkpoint_stride", 64 * 20000, r"Use at most \d+\.$"),
+        ("checkpoint_every", 64 * 20000, r"Use at most \d+\.$"),
+        ("host_cache_gb", 1e-9, r"Give at least 0\.\d+, or leave it out\.$"),
+    ],
+)
+def test_a_flag_without_effect_on_this_device_is_refused_with_what_would_have_one(
+    compile_nothing, folder, load_format, flag, value, fix
+):
+    """D68."""
+    settings: dict[str, Any] = {"model": str(folder), "load_format": load_format, flag: value}
+    with pytest.raises(ConfigError, match=f"{flag_name(flag)}={value} has no effect: .*{fix}"):
+        launch.build_engine(ServeConfig(**settings))
+
+
+def test_what_is_advised_instead_has_an_effect():
+    limits = dataclasses.replace(DEFAULT_LIMITS, page_bytes=200_000, slot_bytes=3_200_000, host_cache_bytes=3_000_000)
+    cases: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
+        ({"checkpoint_stride": 65536}, "Use at most 65472.", {"checkpoint_stride": 65472}),
+        ({"checkpoint_every": 65536}, "Use at most 65472.", {"checkpoint_every": 65472}),
+        ({"host_cache_gb": 0.003}, "take 3400000 bytes. Give at least 0.0034, ", {"host_cache_gb": 0.0034}),
+    )
+    for refused, words, advised in cases:
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            launch.check_effects(ServeConfig(**refused), limits)
+        launch.check_effects(ServeConfig(**advised), dataclasses.replace(limits, host_cache_bytes=3_400_000))
+
+
+def test_a_budget_without_a_token_is_refused_before_anything_is_compiled(compile_nothing, folder):
     flags = {"token_budget": "static", "reserve_draft_slots": 8, "max_num_seqs": 8, "max_step_tokens": 64}
     with pytest.raises(ValueError, match=r"leaves no token of a step of 64 .*--max-step-tokens.*--reserve-draft-slots"):
         launch.build_engine(ServeConfig(model=str(folder), **flags))
