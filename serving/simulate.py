@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from serving.config import BOUNDS, CHECKPOINTS, MAX_HOST_CACHE_GB, TOKEN_BUDGETS
+from serving.config import BOUNDS, CHECKPOINTS, MAX_HOST_CACHE_GB, TOKEN_BUDGETS, flag_name
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
 from serving.garbage import collect_rarely
@@ -24,7 +24,9 @@ from serving.simulation.trace import MAX_PREFIX_TOKENS, MAX_PREFIXES, MAX_TOKENS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 2 for settings or a trace that cannot work."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    _refuse_without_effect(parser, args)
     try:
         cost = CostModel() if args.cost is None else CostModel.from_file(args.cost)
         drafts = DraftModel(acceptance=args.acceptance, confidence=args.confidence, spread=args.spread, seed=args.seed)
@@ -73,6 +75,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(table(report))
     return 0
+
+
+def _refuse_without_effect(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End with one line when an option was given that the others take the effect from; the server's own rules."""
+    is_charged = args.draft_tokens if args.reserve_draft_slots is None else args.reserve_draft_slots
+    rules = (
+        (not args.prefix_cache, "beside --no-prefix-cache", ("checkpoint", "checkpoint_slots", "host_cache_gb")),
+        (args.checkpoint == "off", "beside --checkpoint off", ("checkpoint_slots",)),
+        (
+            not is_charged,
+            "where no draft queries are charged (--draft-tokens, --reserve-draft-slots)",
+            ("token_budget",),
+        ),
+        (
+            not args.draft_tokens,
+            "without --draft-tokens",
+            ("acceptance", "confidence", "spread", "adaptive_verification"),
+        ),
+        (
+            args.trace is not None,
+            "beside --trace",
+            ("requests", "mean_prompt", "mean_output", "shared", "prefixes", "prefix_tokens", "rate"),
+        ),
+        (args.trace is not None and not args.draft_tokens, "beside --trace without --draft-tokens", ("seed",)),
+        (args.shared == 0, "beside --shared 0", ("prefixes", "prefix_tokens")),
+    )
+    for applies, why, names in rules:
+        for name in names:
+            value = getattr(args, name)
+            if applies and value != parser.get_default(name):
+                shown = value if not isinstance(value, tuple) else ",".join(map(str, value))
+                parser.error(f"{flag_name(name)}={shown} has no effect {why}. Leave one of them out.")
+    needed = 1000 * (args.page_kb + args.slot_kb)
+    if 0 < args.host_cache_gb * 10**9 < needed:
+        parser.error(
+            f"--host-cache-gb={args.host_cache_gb} has no effect: one page and the state behind it take {needed} bytes "
+            "(--page-kb, --slot-kb). Give more, or leave it out."
+        )
 
 
 def table(report: Report) -> str:

@@ -190,3 +190,42 @@ def test_a_bad_option_is_refused_in_one_line_with_the_fix(option, value, fix, ca
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.count("\n") == 1
     assert f"argument {option}: " in error and value.split(",")[-1] in error and error.endswith(f"{fix}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--no-prefix-cache", "--checkpoint", "split"], "--checkpoint=split has no effect beside --no-prefix-cache"),
+        (["--no-prefix-cache", "--host-cache-gb", "3"], "--host-cache-gb=3.0 has no effect beside --no-prefix-cache"),
+        (["--no-prefix-cache", "--checkpoint-slots", "3"], "--checkpoint-slots=3 has no effect"),
+        (["--checkpoint", "off", "--checkpoint-slots", "3"], "--checkpoint-slots=3 has no effect"),
+        (["--token-budget", "additive"], "--token-budget=additive has no effect where no draft queries are charged"),
+        (["--acceptance", "0.5,0.4"], "--acceptance=0.5,0.4 has no effect without --draft-tokens"),
+        (["--no-adaptive-verification"], "--adaptive-verification=False has no effect without --draft-tokens"),
+        (["--trace", "t", "--requests", "3"], "--requests=3 has no effect beside --trace"),
+        (["--trace", "t", "--seed", "3"], "--seed=3 has no effect beside --trace without --draft-tokens"),
+        (["--shared", "0", "--prefixes", "3"], "--prefixes=3 has no effect beside --shared 0"),
+        (["--host-cache-gb", "0.0001"], "one page and the state behind it take 57769000 bytes"),
+    ],
+)
+def test_an_option_without_effect_is_refused_in_one_line(options, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1
+    assert words in error and error.endswith("out.\n")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--no-prefix-cache"],
+        ["--checkpoint", "off"],
+        ["--token-budget", "additive", "--reserve-draft-slots", "7"],
+        ["--token-budget", "static", "--draft-tokens", "7", "--acceptance", "0.5", "--seed", "3"],
+        ["--shared", "0", "--host-cache-gb", "3"],
+    ],
+)
+def test_options_with_an_effect_run(options, capsys):
+    assert main(["--requests", "2", "--mean-output", "5", *options]) == 0
+    assert "2 (0 failed)" in capsys.readouterr().out
