@@ -6,6 +6,7 @@ from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
 
 _SHARE = (7, 8)  # of the budget, for the oldest prompt that others wait behind
+_PATIENCE = 4  # steps in a row in which decodes left prompts too little
 _SLOWDOWN_PERCENT = 115  # of the steps a prompt takes alone: until then younger ones may pass it
 
 
@@ -59,6 +60,20 @@ class StepBudget:
         tokens = self._tokens - num_single
         return min(tokens, self._rest - num_single * (1 + self._drafts_each)) if self._is_additive else tokens
 
+    def set_aside(self, num_tokens: int) -> tuple[int, int]:
+        """Keep what a request of `num_tokens` is charged from those that are planned next, as far as it is there.
+
+        Returns what was taken, for `give_back`.
+        """
+        tokens = min(num_tokens, self._tokens)
+        rest = min(self._drafts_each + (num_tokens if self._is_additive else 0), self._rest)
+        self._tokens, self._rest = self._tokens - tokens, self._rest - rest
+        return tokens, rest
+
+    def give_back(self, aside: tuple[int, int]) -> None:
+        """Undo `set_aside`."""
+        self._tokens, self._rest = self._tokens + aside[0], self._rest + aside[1]
+
     def charge(self, num_tokens: int, num_requests: int = 1) -> None:
         """Take `num_tokens` for `num_requests` requests together."""
         self._tokens -= num_tokens
@@ -86,6 +101,11 @@ def chunk_end(*, start: int, target: int, budget: int, grid: int, may_leave_grid
     if on_grid > start:
         return on_grid
     return limit if may_leave_grid else start
+
+
+def have_waited_enough(num_short: int) -> bool:
+    """Whether decodes are to leave prompts a part of the step, after `num_short` steps in a row without."""
+    return num_short >= _PATIENCE
 
 
 def shared_chunk_end(*, start: int, target: int, budget: int, grid: int) -> int:

@@ -19,7 +19,23 @@ from serving.core.state import SchedulerState
 def plan_prefills(state: SchedulerState, draft: PlanDraft, *, full_budget: int) -> None:
     """Give the prompts, running and waiting alike, their chunks in order of service."""
     if not state.prefilling and not state.waiting:
+        state.num_short = 0
         return
+    _plan_in_order(state, draft, full_budget=full_budget)
+    lacks_tokens = not draft.chunks and draft.budget.room < state.policy.block and not draft.is_short_of_pages
+    is_short = lacks_tokens and (bool(state.prefilling) or _could_admit(state))
+    state.num_short = state.num_short + 1 if is_short else 0
+
+
+def _could_admit(state: SchedulerState) -> bool:
+    """Whether the first in the queue waits for tokens, as far as is known, and not for a row or memory."""
+    if not state.waiting or not state.rows.num_free:
+        return False
+    head = state.waiting[0]
+    return head.refused_at is None and (head.parked is None or bool(head.num_loaded))
+
+
+def _plan_in_order(state: SchedulerState, draft: PlanDraft, *, full_budget: int) -> None:
     started = [request for request in state.prefilling if request.row is not None]
     index, can_admit, is_first = 0, True, True
     while draft.budget.room > 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from serving.core.budget import StepBudget
+from serving.core.budget import StepBudget, have_waited_enough
 from serving.core.crossings import withdraw_crossings
 from serving.core.decode import plan_decodes
 from serving.core.draft_policy import at_least
@@ -307,11 +307,19 @@ class Scheduler:
     def _draft(self) -> PlanDraft:
         state = self._state
         draft = PlanDraft(budget=StepBudget(self.limits, self.policy))
+        # Decodes that leave less than the prompts' grid in every step would keep prompts from moving for ever.
+        aside = draft.budget.set_aside(self.policy.block) if have_waited_enough(state.num_short) else None
         if self.limits.draft_tokens:
             plan_verifies(state, draft)
         else:
             plan_decodes(state, draft)
+        if aside:
+            draft.budget.give_back(aside)
         plan_prefills(state, draft, full_budget=self._full_budget)
+        if aside and not draft.chunks:
+            state.num_short = 0  # it was not that
         if draft.is_empty:
             state.cache.slots.release([copy.slot for copy in draft.kept])
+            if aside:
+                return self._draft()
         return draft

@@ -73,6 +73,7 @@ class SchedulerState:
         self.waiting: list[LiveRequest] = []
         self.running: list[LiveRequest] = []  # all that own a row
         self.is_short_of_pages = False  # in the last plan somebody running was preempted or stalled
+        self.num_short = 0  # steps in a row in which decodes left too few tokens for any prompt to move
         self.prefilling: list[LiveRequest] = []
         self.decoding: list[LiveRequest] = []
         self.released: list[int] = []  # rows to take from the device with the next plan

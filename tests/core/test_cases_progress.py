@@ -65,6 +65,42 @@ def test_decodes_and_a_short_prompt_keep_moving_through_a_long_prefill(overlap):
     drive.run()
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+@pytest.mark.parametrize("token_budget", ["adaptive", "additive"])
+@pytest.mark.parametrize(("budget", "num_decodes"), [(8, 1), (12, 7), (12, 12)])
+def test_a_prompt_moves_though_decodes_leave_less_than_its_grid_in_every_step(
+    budget, num_decodes, token_budget, draft_tokens
+):
+    """Who decodes waits for one step in five then, and nobody for two."""
+    budget *= 1 + draft_tokens if token_budget == "additive" else 1
+    drive = Drive(
+        limits(
+            max_step_tokens=budget,
+            num_pages=600,
+            num_rows=14,
+            num_slots=20,
+            max_model_len=400,
+            draft_tokens=draft_tokens,
+        ),
+        policy(8, token_budget=token_budget),
+    )
+    names = [f"d{i}" for i in range(num_decodes)]
+    drive.add(*(request(name, 4, 150) for name in names))
+    drive.step_until(lambda: len(drive.ledger.tokens) == num_decodes)
+    drive.add(same_prefix("long", prompt(3 * 8 + 2, 3), max_tokens=1))
+    num_steps, missed = 0, dict.fromkeys(names, 0)
+    while "long" not in drive.ledger.last:
+        before = {name: len(drive.ledger.tokens[name]) for name in names}
+        drive.step()
+        num_steps += 1
+        for name in names:
+            missed[name] = 0 if len(drive.ledger.tokens[name]) > before[name] else missed[name] + 1
+        assert max(missed.values()) < 3
+        assert num_steps <= 4 * (4 + 3)
+    assert all(name not in drive.ledger.last for name in names)
+    drive.run()
+
+
 @pytest.mark.parametrize("num_short", [1, 5, 60])
 @pytest.mark.parametrize("length", [64, 160, 320])
 def test_a_long_prompt_is_passed_only_until_it_has_run_1_15_times_its_own_chunks(length, num_short):
