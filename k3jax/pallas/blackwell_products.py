@@ -31,22 +31,35 @@ def scratch(**columns: int) -> dict[str, Any]:
     }
 
 
-def begin(product: dict, *operands: tuple) -> None:
-    """Start the sum of the products of pairs (left [64, k], right [k, n]) in shared memory."""
+def begin(product: dict, *operands: tuple, adds: bool = False) -> None:
+    """Start the sum of the products of pairs (left [64, k], right [k, n]) in shared memory.
+
+    With `adds` it goes on top of what was begun, and waited for, before.
+    """
     for index, (left, right) in enumerate(operands):
         barrier = product["multiplied"] if index == len(operands) - 1 else None
-        plgpu.tcgen05_mma(product["sums"], left, right, barrier, accumulate=index > 0)
+        plgpu.tcgen05_mma(product["sums"], left, right, barrier, accumulate=adds or index > 0)
 
 
-def finish(product: dict) -> jax.Array:
-    """Wait for what `begin` started: [64, n] float32. Operands may be overwritten, and the product be begun again."""
+def wait(product: dict) -> None:
+    """Wait for what `begin` started. Operands may be overwritten."""
     plgpu.barrier_wait(product["multiplied"])
+
+
+def read(product: dict) -> jax.Array:
+    """What was waited for, [64, n] float32. The product may be begun again."""
     sums = plgpu.async_load_tmem(product["sums"], layout=plgpu.Layout.WGMMA)
     plgpu.wait_load_tmem()
     # The next product is started by one thread: before it overwrites the sums every warp must have read them.
     plgpu.barrier_arrive(product["read"])
     plgpu.barrier_wait(product["read"])
     return sums
+
+
+def finish(product: dict) -> jax.Array:
+    """Wait for what `begin` started and read it."""
+    wait(product)
+    return read(product)
 
 
 def multiply(product: dict, *operands: tuple) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Chunked KDA prefill of packed sequences on pooled states, on Hopper.
+"""Chunked KDA prefill of packed sequences on pooled states, on Hopper; for Blackwell it is written, and has never run.
 
 Per head and token, with q and k l2-normalised, alpha = exp(-5 sigmoid(exp(A_log) (r + dt_bias))), b = sigmoid(beta):
 
@@ -64,7 +64,7 @@ class PrefillTiles:
     stages: int = 3  # tiles a block of the scan holds for the state side
     output_stages: int = 3  # and for the output side
     ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
-    scan: Generation = "hopper"  # whose tensor cores the scan's products are for; those before it are Hopper's
+    generation: Generation = "hopper"  # of the tensor cores
 
     def __post_init__(self) -> None:
         if self.stages not in (2, 3):
@@ -103,11 +103,15 @@ def kda_prefill(
     heads = gate.shape[1]
     tiles = tiles or PrefillTiles()
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, interpret, first_heads, ahead=tiles.ahead)
-    sums = map(jnp.asarray, kda_prefill_prepare.sums())
+    prepare = kda_prefill_prepare.build(
+        plan.token.shape[0], heads, interpret, first_heads, ahead=tiles.ahead, generation=tiles.generation
+    )
+    sums = map(jnp.asarray, kda_prefill_prepare.sums(tiles.generation))
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
     count, output_stages = plan.slots.shape[0], tiles.output_stages
-    scan = kda_scan.build(count, heads, tiles.stages, interpret, output_stages=output_stages, generation=tiles.scan)
+    scan = kda_scan.build(
+        count, heads, tiles.stages, interpret, output_stages=output_stages, generation=tiles.generation
+    )
     scan(*prepared, plan, layer, pool, out)
 
 

@@ -29,14 +29,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from k3jax.pallas.kda_prefill_inverse import invert, store_triangle
 from k3jax.pallas.kda_prefill_memory import (
     CHUNK,
     COLUMN,
+    KEY_SIDE,
     NUM_FACTORS,
+    QUERY_SIDE,
     ROW,
-    WGMMA,
-    accumulator,
     arrive,
     by_column,
     by_row,
@@ -61,27 +60,17 @@ def relative_sums() -> np.ndarray:
     return (((token <= row) * 1.0 - (token <= middle)) / _SCALE).astype(np.float16)
 
 
-def factor_sums() -> np.ndarray:
-    """Right operand of the exponents of the channel factors."""
+def factor_sums(columns: int = 2 * NUM_FACTORS) -> np.ndarray:
+    """Right operand of the exponents of the channel factors, in the first of `columns`."""
     token = np.arange(CHUNK)
     left, right = _MIDDLE, _HALF + _MIDDLE
-    sums = np.zeros((CHUNK, 2 * NUM_FACTORS))
+    sums = np.zeros((CHUNK, columns))
     sums[:, _FROM_START] = token <= left
     sums[:, DECAY] = 1
     sums[:, _BETWEEN] = ((token > left) & (token <= right)) / 2
     sums[:, _LEFT_TO_END] = (token > left) / 2
     sums[:, _RIGHT_TO_END] = (token > right) / 2
     return (sums / _SCALE).astype(np.float16)
-
-
-def product(a, b, columns: int = CHUNK) -> jax.Array:
-    """a @ b in float32, waited for. A left operand's registers last until then."""
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return lax.optimization_barrier((acc[...], a))[0] if isinstance(a, jax.Array) else acc[...]
-
-    return pl.run_scoped(run, accumulator(columns))
 
 
 def decay_gate(s: dict, half: int, rate: jax.Array) -> jax.Array:
@@ -92,8 +81,7 @@ def decay_gate(s: dict, half: int, rate: jax.Array) -> jax.Array:
     bounded = (-5.0 * math.log2(math.e) * _SCALE) * root * root  # the root's square is the sigmoid
     s["log_decay"][half][...] = bounded.astype(jnp.float16)
     meet()
-    by_channel = plgpu.load(s["log_decay"][half].T, layout=WGMMA)
-    return jnp.exp2(product(by_channel, s["sums"], 2 * NUM_FACTORS))
+    return jnp.exp2(s["products"][half].factor_exponents(s["log_decay"][half], s["sums"]))
 
 
 def norm(ref) -> jax.Array:
@@ -110,19 +98,13 @@ def _is_right() -> jax.Array:
     return (iota(0) & _HALF) != 0  # a bit, so that the compiler sees that a warp's rows agree
 
 
-def _score(left, right, columns, from_left, from_middle) -> None:
-    """Products with the columns of both halves; left operands are relative to the middles of those halves."""
-    plgpu.wgmma(left, from_left, columns.at[pl.ds(0, _HALF)].T)
-    plgpu.wgmma(right, from_middle, columns.at[pl.ds(_HALF, _HALF)].T)
-    plgpu.wgmma_wait(0)
-
-
 def key_side(s: dict, relative_left: Callable, key_norm: jax.Array) -> None:
     """Columns, keys, k 2^G and the triangle; then W by the triangle's inverse."""
+    products = s["products"][KEY_SIDE]
 
-    def run(left, right):
+    def run(add):
         for index, half in enumerate(map(half_of, range(2))):
-            relative = product(relative_left(), s["log_decay"][index])
+            relative = products.multiply(relative_left(), s["log_decay"][index])
             ref = s["k"].at[:, half]
             k = read(ref) * by_row(key_norm)
             columns = k * jnp.exp2(-relative)
@@ -135,30 +117,27 @@ def key_side(s: dict, relative_left: Callable, key_norm: jax.Array) -> None:
             s["decayed"].at[:, half][...] = (from_left * _factor(s, _FROM_START, half)).astype(jnp.float16)
             arrive(s[_COLUMNS_READY[index]])
             operands = from_left.astype(jnp.bfloat16), from_middle.astype(jnp.bfloat16)
-            _score(left, right, s["columns"].at[:, half], *operands)
-        return left[...], right[...]
+            add(index, s["columns"].at[:, half], *operands)
 
-    parts = pl.run_scoped(run, accumulator(_HALF), accumulator(_HALF))
+    parts = products.score(run)
     arrive(s["columns_free"])
     beta = by_row(plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=ROW), _HALF)
     plgpu.barrier_wait(s["scored"])
-    diagonal = store_triangle(s, *(part * beta for part in parts))
-    mixing = invert(s, diagonal) * by_column(plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=COLUMN))
+    inverse = products.invert(s, *(part * beta for part in parts))
+    mixing = inverse * by_column(plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=COLUMN))
     s["mixing"][...] = mixing.astype(jnp.bfloat16)
     arrive(s["mixed"])
     narrow = mixing.astype(jnp.float16)
-    for half in map(half_of, range(2)):
-        w = product(narrow, s["decayed"].at[:, half]).astype(jnp.bfloat16)
-        sync_warpgroup(s["is_interpreted"])  # every warp's product has read the half it replaces
-        s["w"].at[:, half][...] = w
+    products.multiply_in_place(s, narrow, s["decayed"], s["w"])
 
 
 def query_side(s: dict, relative_left: Callable, query_norm: jax.Array) -> None:
     """Queries and scores."""
+    products = s["products"][QUERY_SIDE]
 
-    def run(left, right):
+    def run(add):
         for index, half in enumerate(map(half_of, range(2))):
-            relative = product(relative_left(), s["log_decay"][index])
+            relative = products.multiply(relative_left(), s["log_decay"][index])
             ref = s["q"].at[:, half]
             from_middle = read(ref) * by_row(query_norm) * jnp.exp2(relative)
             between = jnp.where(_is_right(), _factor(s, _BETWEEN, half), 1.0)
@@ -166,10 +145,9 @@ def query_side(s: dict, relative_left: Callable, query_norm: jax.Array) -> None:
             ref[...] = (from_left * _factor(s, _FROM_START, half)).astype(jnp.bfloat16)
             operands = from_left.astype(jnp.bfloat16), from_middle.astype(jnp.bfloat16)
             plgpu.barrier_wait(s[_COLUMNS_READY[index]])
-            _score(left, right, s["columns"].at[:, half], *operands)
-        return left[...], right[...]
+            add(index, s["columns"].at[:, half], *operands)
 
-    parts = pl.run_scoped(run, accumulator(_HALF), accumulator(_HALF))
+    parts = products.score(run)
     arrive(s["scored"])
     rows, columns = iota(0, _HALF) ^ s["varying_zero"], iota(1, _HALF)
     for start, part in zip((0, _HALF), parts, strict=True):
@@ -182,6 +160,6 @@ def mix_values(s: dict) -> None:
     plgpu.barrier_wait(s["mixed"])
     for half in range(2):
         values = s["v"].at[half]
-        mixed = product(values.T, s["mixing"].T).astype(jnp.bfloat16)
+        mixed = s["products"][QUERY_SIDE].multiply(values.T, s["mixing"].T).astype(jnp.bfloat16)
         sync_warpgroup(s["is_interpreted"])  # every warp's product has read the values
         values[...] = mixed

@@ -10,7 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas import blackwell_products
 from k3jax.pallas.shared_memory import swizzled
+from k3jax.pallas.tensor_cores import Generation
 
 CHUNK = 64
 WIDTH = 128  # K and V
@@ -74,46 +76,55 @@ def together(barrier) -> None:
     plgpu.barrier_wait(barrier)
 
 
-def scratch() -> dict:
+def pairs_of(generation: Generation) -> int:
+    """Pairs of a block: on Blackwell left operands take the memory of a second one."""
+    return 1 if generation == "blackwell" else PAIRS
+
+
+def scratch(generation: Generation = "hopper", sum_columns: int = 2 * NUM_FACTORS) -> dict:
     """Shared memory of a block. Inputs are overwritten by results of the same shape.
 
     Where names share memory, each of them has all of a pair's bytes under its index: a pair must not write into the
     other's.
     """
-    tile, square, halves = (PAIRS, CHUNK, WIDTH), (PAIRS, CHUNK, CHUNK), (PAIRS, 2, CHUNK, CHUNK)
+    pairs = pairs_of(generation)
+    swizzle = blackwell_products.SWIZZLE if generation == "blackwell" else 128  # of right operands
+    tile, square, halves = (pairs, CHUNK, WIDTH), (pairs, CHUNK, CHUNK), (pairs, 2, CHUNK, CHUNK)
     # Blocks of 16 and of 32 columns, in the order of memory: two of the former in front, one of the latter behind.
-    narrow, wide = (swizzled((PAIRS, CHUNK // n, CHUNK, n), jnp.float16, swizzle=32) for n in (16, 32))
+    narrow, wide = (swizzled((pairs, CHUNK // n, CHUNK, n), jnp.float16, swizzle=32) for n in (16, 32))
     return {
         "q": _loaded(tile),  # then queries
         "k": _loaded(tile),  # then keys
         "v": _loaded(halves),  # halves of V; then U^T
         "left": plgpu.RefUnion(  # half of K
-            swizzled(square, jnp.float16),  # log-decays
+            swizzled(square, jnp.float16, swizzle),  # log-decays
             narrow,  # the triangle: diagonal blocks and those beside them
             wide,  # and those below
         ),
         "right": plgpu.RefUnion(
-            swizzled(square, jnp.float16),
+            swizzled(square, jnp.float16, swizzle),
             narrow,  # the triangle's inverse on the way
             wide,  # and that of its left half
-            swizzled(square, jnp.bfloat16),  # the mixing matrix
+            swizzled(square, jnp.bfloat16, swizzle),  # the mixing matrix
         ),
         # Free once scores are there: the gates of the next tile arrive meanwhile.
         "columns": plgpu.RefUnion(
-            swizzled(tile, jnp.bfloat16),
+            swizzled(tile, jnp.bfloat16, swizzle),
             swizzled(halves, jnp.bfloat16),  # gates, by halves of K
             plgpu.SMEM(halves, jnp.bfloat16),
         ),
-        "decayed": plgpu.RefUnion(swizzled(tile, jnp.float16), swizzled(tile, jnp.bfloat16)),  # k 2^G; then W
-        "scores": swizzled((PAIRS, CHUNK, CHUNK), jnp.bfloat16, swizzle=64),  # so that 32 columns can be addressed
-        "factors": plgpu.SMEM((PAIRS, NUM_FACTORS, WIDTH), jnp.float32),
-        "bias": plgpu.SMEM((PAIRS, WIDTH), jnp.float32),
-        "beta": plgpu.SMEM((PAIRS, 2, 2 * CHUNK), jnp.float32),  # of this tile and of the next
+        "decayed": plgpu.RefUnion(
+            swizzled(tile, jnp.float16, swizzle), swizzled(tile, jnp.bfloat16, swizzle)
+        ),  # k 2^G; W
+        "scores": swizzled((pairs, CHUNK, CHUNK), jnp.bfloat16, swizzle=64),  # so that 32 columns can be addressed
+        "factors": plgpu.SMEM((pairs, NUM_FACTORS, WIDTH), jnp.float32),
+        "bias": plgpu.SMEM((pairs, WIDTH), jnp.float32),
+        "beta": plgpu.SMEM((pairs, 2, 2 * CHUNK), jnp.float32),  # of this tile and of the next
         # Few arrays of them: the phases of each array take a register.
-        "loaded": plgpu.Barrier(num_arrivals=5, num_barriers=PAIRS),
-        "meetings": plgpu.Barrier(num_arrivals=2, num_barriers=PAIRS * len(_MEETINGS)),
-        "signals": plgpu.Barrier(num_barriers=PAIRS * len(_SIGNALS)),
-        "sums": swizzled((CHUNK, 2 * NUM_FACTORS), jnp.float16, swizzle=32),  # which tokens a factor sums over
+        "loaded": plgpu.Barrier(num_arrivals=5, num_barriers=pairs),
+        "meetings": plgpu.Barrier(num_arrivals=2, num_barriers=pairs * len(_MEETINGS)),
+        "signals": plgpu.Barrier(num_barriers=pairs * len(_SIGNALS)),
+        "sums": swizzled((CHUNK, sum_columns), jnp.float16, swizzle=32),  # which tokens a factor sums over
         "sums_loaded": plgpu.Barrier(),
     }
 
@@ -123,9 +134,9 @@ def _loaded(shape: tuple[int, ...]) -> object:
     return plgpu.RefUnion(swizzled(shape, jnp.bfloat16), plgpu.SMEM(shape, jnp.bfloat16))
 
 
-def of_pair(buffers: list, pair) -> dict:
+def of_pair(buffers: list, pair, generation: Generation = "hopper") -> dict:
     """A pair's part of allocated `scratch`, by name; further views of memory have names of their own."""
-    s = dict(zip(scratch(), buffers, strict=True))
+    s = dict(zip(scratch(generation), buffers, strict=True))
     left, narrow, wide = (view.at[pair] for view in s.pop("left"))
     s["diagonal"], s["beside"], s["below"] = narrow.at[0], narrow.at[1], wide.at[1]
     right, narrow, wide, s["mixing"] = (view.at[pair] for view in s.pop("right"))

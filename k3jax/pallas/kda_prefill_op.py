@@ -24,6 +24,7 @@ from k3jax.kda_serving import Chunks
 from k3jax.pallas import kda_prefill, requirements, short_conv
 from k3jax.pallas.kda_channels import HEAD_DIM
 from k3jax.pallas.kda_prefill_plan import CHUNK, Plan, make_plan
+from k3jax.pallas.tensor_cores import Generation
 
 _ROW_TILE = 8  # the copy engine reads packed rows in tiles of so many
 
@@ -65,6 +66,7 @@ def prefill(
     out: Float[Array, "N W"],
     config: K3Config,
     *,
+    generation: Generation = "hopper",
     interpret=None,
 ) -> tuple[Float[Array, "N W"], Pools]:
     """`kda_serving.prefill` on the kernels, the same arguments.
@@ -105,6 +107,7 @@ def prefill(
         state_ref,
         out_ref,
         first_heads=(0, heads, 2 * heads),
+        tiles=kda_prefill.PrefillTiles(generation=generation),
         interpret=interpret,
     )
     mixed = jax.freeze(out_ref)
@@ -117,7 +120,7 @@ def supported(config: K3Config, dtype, platform: str, compute_capability: float)
     """Why the kernels cannot run, or None."""
     device, head_dim = (dtype, platform, compute_capability), config.kda_head_dim
     return (
-        requirements.refusal(*device, uses_wgmma=True)
+        requirements.refusal(*device, uses_tensor_cores=True)
         or kda_prefill.supported(CHUNK, head_dim, head_dim, dtype, config.gate_lower_bound)
         or short_conv.supported(config.kda_width, config.conv_size, *device)
     )

@@ -1,7 +1,8 @@
 """Token-parallel part of a KDA prefill: writes what `kda_scan` needs of every tile and head, 1.1 KB a token.
 
 Blocks of a persistent grid, one a multiprocessor. In a block two pairs of warpgroups each work through tiles of their
-own: with four warpgroups a thread has 128 registers, and a scheduler four warps to choose from.
+own: with four warpgroups a thread has 128 registers, and a scheduler four warps to choose from. On Blackwell it is one
+pair, whose left operands take the memory of the other; there it has never run.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from k3jax.pallas import kda_prefill_chunk as chunk
+from k3jax.pallas import tensor_cores
 from k3jax.pallas.kda_prefill_memory import (
     CHUNK,
     KEY_SIDE,
     NUM_FACTORS,
-    PAIRS,
     QUERY_SIDE,
     WGMMA,
     WIDTH,
@@ -31,6 +32,7 @@ from k3jax.pallas.kda_prefill_memory import (
     load_beta,
     meet,
     of_pair,
+    pairs_of,
     scratch,
     start_loads,
     start_values,
@@ -38,9 +40,15 @@ from k3jax.pallas.kda_prefill_memory import (
     tidy_values,
     together,
 )
+from k3jax.pallas.kda_prefill_products import HopperProducts
+from k3jax.pallas.kda_prefill_products_blackwell import SUM_COLUMNS, BlackwellProducts
+from k3jax.pallas.kda_prefill_products_blackwell import scratch as products_scratch
 from k3jax.pallas.kda_verify_registers import store_transposed
+from k3jax.pallas.tensor_cores import Generation
 
-MULTIPROCESSORS = 132
+MULTIPROCESSORS: dict[Generation, int] = {
+    generation: tensor_cores.of(generation).multiprocessors for generation in ("hopper", "blackwell")
+}
 
 
 class Prepared(NamedTuple):
@@ -126,11 +134,22 @@ def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, v_head) ->
         store((s["v"], prepared.values))
 
 
-def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, ahead: bool, is_interpreted) -> None:
+def _body(
+    *refs,
+    buffers: list,
+    products,
+    heads: int,
+    units: int,
+    grid: int,
+    first_heads,
+    ahead: bool,
+    generation,
+    is_interpreted,
+) -> None:
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
     q, k, _values, gate, _a_log, bias, beta, token, rows, _relative_sums, sums, *_outputs = refs
-    s = of_pair(buffers, pair)
+    s = of_pair(buffers, pair, generation)
 
     @pl.when(warpgroup == 0)
     def _():
@@ -138,7 +157,7 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
 
     plgpu.barrier_wait(s["sums_loaded"])
     first_unit = pair * grid + lax.axis_index("block")  # blocks before pairs: few tiles spread over all of the GPU
-    stride = PAIRS * grid
+    stride = pairs_of(generation) * grid
 
     def place(turn) -> tuple:
         unit = jnp.minimum(first_unit + turn * stride, units - 1)
@@ -163,8 +182,8 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
         def _():
             # What depends on this the compiler cannot take for the same every turn, and keep in registers it lacks.
             varying_zero = unit.first & jnp.int32(-(2**31))
-            own = {"varying_zero": varying_zero, "is_interpreted": is_interpreted}
-            s = of_pair(buffers, pair ^ varying_zero) | own
+            own = {"varying_zero": varying_zero, "is_interpreted": is_interpreted, "products": products}
+            s = of_pair(buffers, pair ^ varying_zero, generation) | own
 
             def fetch_next():
                 if ahead:
@@ -183,9 +202,13 @@ def _body(*refs, buffers: list, heads: int, units: int, grid: int, first_heads, 
     plgpu.wait_smem_to_gmem(0)
 
 
-def sums() -> tuple[np.ndarray, np.ndarray]:
+def sums(generation: Generation = "hopper") -> tuple[np.ndarray, np.ndarray]:
     """The kernel's constant operands: which tokens running sums and channel factors add up."""
-    return chunk.relative_sums(), chunk.factor_sums()
+    return chunk.relative_sums(), chunk.factor_sums(_sum_columns(generation))
+
+
+def _sum_columns(generation: Generation) -> int:
+    return SUM_COLUMNS if generation == "blackwell" else 2 * NUM_FACTORS
 
 
 @functools.cache
@@ -196,6 +219,7 @@ def build(
     first_heads: tuple[int, int, int] = (0, 0, 0),
     *,
     ahead: bool = True,
+    generation: Generation = "hopper",
 ):
     """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows, *sums()) -> Prepared.
 
@@ -203,21 +227,28 @@ def build(
     q, k and v is `first_heads` of their arrays, which may be one. `ahead` loads a tile during the one before it.
     """
     units = num_tiles * heads
-    grid = min(MULTIPROCESSORS, units)
+    grid = min(MULTIPROCESSORS[generation], units)
+    # By sides, of the only pair.
+    products_memory = {}
+    if generation == "blackwell":
+        products_memory = {"key_side": products_scratch(), "query_side": products_scratch()}
 
-    def entry(*refs):
+    def entry(*refs, **memory):
+        products = [BlackwellProducts(of_side) for of_side in memory.values()] or [HopperProducts()] * 2
         pl.run_scoped(
             lambda *buffers: _body(
                 *refs,
                 buffers=list(buffers),
+                products=products,
                 heads=heads,
                 units=units,
                 grid=grid,
                 first_heads=first_heads,
                 ahead=ahead,
+                generation=generation,
                 is_interpreted=interpret is not None,
             ),
-            *scratch().values(),
+            *scratch(generation, _sum_columns(generation)).values(),
             collective_axes="warpgroup",
         )
 
@@ -226,8 +257,9 @@ def build(
         out_type=tuple(prepared_shapes(num_tiles, heads)),
         grid=(grid,),
         grid_names=("block",),
-        num_threads=2 * PAIRS,
+        num_threads=2 * pairs_of(generation),
         thread_name="warpgroup",
+        scratch_types=products_memory,
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )

@@ -16,7 +16,7 @@ import moe_lowering
 from jax.experimental.mosaic.gpu import utils
 
 from k3jax.cache import PAGE_SIZE
-from k3jax.pallas import draft_attend, kda_prefill_prepare, kda_scan, router_logits, small_gemm
+from k3jax.pallas import draft_attend, kda_prefill, router_logits, small_gemm
 from k3jax.pallas.kda_prefill_plan import make_plan
 from k3jax.pallas.tensor_cores import Generation
 
@@ -43,20 +43,22 @@ def logits(tokens: int, generation: Generation) -> str:
     return moe_lowering.lowered(kernel, moe_lowering.i32(1), hidden, router)
 
 
-def scan(generation: Generation) -> str:
+def prefill(generation: Generation) -> str:
+    """Both kernels: what does not depend on the state, and the scan."""
     heads, count, tokens, width = 12, 2, 192, 128
+    rows, per_sequence = moe_lowering.bf16(tokens, heads, width), moe_lowering.i32(count)
 
-    def run(cu_seqlens, slots, pool, out):
+    def run(q, k, v, gate, beta, a_log, dt_bias, cu_seqlens, slots, pool, out):
         plan = make_plan(cu_seqlens, slots, slots, slots * 0, slots, tokens)
-        shapes = kda_prefill_prepare.prepared_shapes(plan.token.shape[0], heads)
-        prepared = [jnp.zeros(x.shape, x.dtype) for x in shapes]
         pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
-        kernel = kda_scan.build(count, heads, 3, generation=generation)
-        kernel(*prepared, plan, jnp.zeros(1, jnp.int32), pool_ref, out_ref)
+        tiles = kda_prefill.PrefillTiles(generation=generation)
+        kda_prefill.kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(1), pool_ref, out_ref, tiles=tiles)
         return jax.freeze(pool_ref), jax.freeze(out_ref)
 
-    pool, out = moe_lowering.array(2, 5, heads, width, width), moe_lowering.bf16(tokens, heads, width)
-    return moe_lowering.lowered(run, moe_lowering.i32(count + 1), moe_lowering.i32(count), pool, out)
+    rates = moe_lowering.array(heads), moe_lowering.array(heads, width)
+    pool = moe_lowering.array(2, 5, heads, width, width)
+    numbers = moe_lowering.i32(count + 1), per_sequence
+    return moe_lowering.lowered(run, *[rows] * 4, moe_lowering.bf16(tokens, heads), *rates, *numbers, pool, rows)
 
 
 def attend(width: int, generation: Generation) -> str:
@@ -77,4 +79,4 @@ if __name__ == "__main__":
         print(json.dumps({"kernel": "router_logits", **counts(logits(tokens, "blackwell"))}))
     for width in draft_attend.HEAD_DIMS:
         print(json.dumps({"kernel": "draft_attend", **counts(attend(width, "blackwell"))}))
-    print(json.dumps({"kernel": "kda_scan", **counts(scan("blackwell"))}))
+    print(json.dumps({"kernel": "kda_prefill", **counts(prefill("blackwell"))}))

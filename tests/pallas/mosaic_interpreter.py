@@ -1,7 +1,8 @@
 """The Mosaic GPU interpreter of the pinned JAX, taught the two things our kernels need that it lacks.
 
 It looks up both operands of `wgmma` in its shared memory; Hopper also takes the left one from registers. And it has no
-stores into the shared memory of another block of a cluster (`cluster_store`).
+stores into the shared memory of another block of a cluster (`cluster_store`). Products of either generation may
+overflow where they are masked afterwards.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPULoggingInfo, H
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _in_memory = gpu_callbacks.wgmma
+_tcgen05 = gpu_callbacks.TcGen05Mma.__call__
 
 
 def _wgmma(**arguments):
@@ -41,8 +43,14 @@ def _wgmma(**arguments):
     return arguments["token"]
 
 
+def _tcgen05_mma(task, *arguments):
+    with np.errstate(invalid="ignore", over="ignore"):
+        return _tcgen05(task, *arguments)
+
+
 def interpreter(detect_races: bool = True) -> plgpu.InterpretGPUParams:
     """Parameters for `interpret=`."""
     gpu_callbacks.wgmma = gpu_callbacks.fail_on_exception(_wgmma)
+    setattr(gpu_callbacks.TcGen05Mma, "__call__", _tcgen05_mma)  # noqa: B010
     cluster_store.install()
     return plgpu.InterpretGPUParams(detect_races=detect_races)

@@ -25,7 +25,7 @@ TILINGS = {
     "two stages": PrefillTiles(stages=2),
     "three stages, loaded when needed": PrefillTiles(stages=3, output_stages=2, ahead=False),
 }
-INTERPRETED = TILINGS | {"the scan on Blackwell": PrefillTiles(stages=2, scan="blackwell")}
+INTERPRETED = TILINGS | {"on Blackwell": PrefillTiles(stages=2, generation="blackwell")}
 BY_NAME = {case.name: case for case in CASES}
 SMALL = PrefillCase(name="small", lengths=(70, 0, 5), starts=(3, 9, 0), export_offsets=(64, 0, 0))
 
@@ -56,27 +56,28 @@ def assert_passes(case: PrefillCase, tiles: PrefillTiles, capsys) -> None:
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["two stages", "the scan on Blackwell"])
+@pytest.mark.parametrize("name", ["two stages", "on Blackwell"])
 def test_the_kernels_equal_the_recurrence_without_races(name, capsys):
     """Sequences of which one is empty (D07), a resumed one with an export, rows of others and old slots NaN (D08)."""
     assert_passes(SMALL, INTERPRETED[name], capsys)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("generation", ["hopper", "blackwell"])
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_pair_prepares_tile_after_tile_without_races(ahead, monkeypatch, capsys):
+def test_a_pair_prepares_tile_after_tile_without_races(ahead, generation, monkeypatch, capsys):
     """Loads of a tile, stores of the one before and both warpgroups' work on it share memory."""
-    for module in (kda_prefill_memory, kda_prefill_prepare):
-        monkeypatch.setattr(module, "PAIRS", 1)
-    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(kda_prefill_memory, "PAIRS", 1)
+    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", {"hopper": 1, "blackwell": 1})
     kda_prefill_prepare.build.cache_clear()
-    assert_passes(dataclasses.replace(SMALL, name="tile after tile"), PrefillTiles(ahead=ahead), capsys)
+    tiles = PrefillTiles(ahead=ahead, generation=generation)
+    assert_passes(dataclasses.replace(SMALL, name="tile after tile"), tiles, capsys)
     kda_prefill_prepare.build.cache_clear()
 
 
 @pytest.mark.slow
 def test_a_block_prepares_tile_after_tile_with_both_of_its_pairs(monkeypatch):
-    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", {"hopper": 1, "blackwell": 1})
     kda_prefill_prepare.build.cache_clear()
     case = PrefillCase(name="many tiles", lengths=(70, 0, 5), starts=(3, 9, 0), heads=2)
     inputs = make_inputs(case, seed=secrets.randbits(32))

@@ -189,7 +189,7 @@ def test_the_op_lowers_for_hopper_in_place():
         ({}, {"dtype": jnp.float32}, "float32"),
         ({}, {"dtype": jnp.float64}, "float64"),
         ({}, {"platform": "cpu", "compute_capability": 0.0}, "not cpu"),
-        ({}, {"compute_capability": 10.3}, "10.3"),
+        ({}, {"compute_capability": 12.0}, "12.0"),
     ],
 )
 def test_what_is_not_covered_is_refused_with_its_reason(changes, device, reason):

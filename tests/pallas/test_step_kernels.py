@@ -134,7 +134,7 @@ def test_summing_apart_from_the_norm_can_be_asked_for():
 
 def test_kernels_that_multiply_as_hopper_does_stay_away_from_blackwell():
     _, choices = dispatch.choose(dataclasses.replace(HOPPER, compute_capability=10.3), "pallas")
-    (choice,) = (choice for choice in choices if choice.op == "kda_prefill")
+    (choice,) = (choice for choice in choices if choice.op == "mla_decode")
     assert choice.backend == "xla" and "wgmma" in choice.reason
 
 
