@@ -64,6 +64,7 @@ KERNELS: dict[str, Callable] = {
 # On Blackwell in the place of those above: the same kernels with its tensor cores' products. None has run on one.
 BLACKWELL_KERNELS: dict[str, Callable] = {
     "kda_prefill": functools.partial(kda_ops.prefill, generation="blackwell"),
+    "kda_verify": functools.partial(kda_ops.verify, generation="blackwell"),
     "route": functools.partial(router.route_live, generation="blackwell"),
     "draft_attend": functools.partial(draft_attend.attend_context, generation="blackwell"),
 }

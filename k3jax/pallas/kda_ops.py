@@ -12,6 +12,7 @@ from k3jax.pallas import kda_commit, kda_verify
 from k3jax.pallas.kda_channels import HEAD_DIM
 from k3jax.pallas.kda_decode import StackedParams, Token, decode
 from k3jax.pallas.kda_prefill_op import prefill
+from k3jax.pallas.tensor_cores import Generation
 from k3jax.replay import Committed, Records
 
 __all__ = ["commit", "decode", "prefill", "verify"]
@@ -27,6 +28,8 @@ def verify(
     slots: Int[Array, "R"],
     out: Float[Array, "N W"],
     config: K3Config,
+    *,
+    generation: Generation = "hopper",
 ) -> tuple[Float[Array, "N W"], Records]:
     """`replay_serving.verify` on the kernel. Rows with slot 0 and tokens get zeros instead of keeping `out`."""
     rows, tokens = slots.shape[0], records.pseudo.shape[2]
@@ -40,8 +43,9 @@ def verify(
     assert token.decay.shape[1] % HEAD_DIM == 0, token.decay.shape
     stacked = StackedParams(*(params[name][None] for name in ("conv", "a_log", "dt_bias", "out_norm")))
     indices = jnp.array([layer, 0], jnp.int32)
+    tiles = kda_verify.tiles_for(rows * pools.kda.shape[2], generation)
     return kda_verify.kda_verify_pallas(
-        indices, cu_seqlens, slots, token, stacked, pools.kda, pools.conv, records, out, config
+        indices, cu_seqlens, slots, token, stacked, pools.kda, pools.conv, records, out, config, tiles=tiles
     )
 
 

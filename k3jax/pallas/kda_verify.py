@@ -1,4 +1,4 @@
-"""KDA verify: up to 16 tokens a row from a state that is only read, with records for the commit. Hopper only.
+"""KDA verify: up to 16 tokens a row from a state that is only read, with records for the commit.
 
 With G_t the running sum of the log decays, S_0 the slot's state and normalised k, q (q scaled by 1 / sqrt(K)):
 
@@ -22,6 +22,7 @@ from k3jax.config import K3Config
 from k3jax.pallas import kda_decode, requirements
 from k3jax.pallas.kda_decode import StackedParams, Token
 from k3jax.pallas.kda_verify_block import MAX_TOKENS, VerifyTiles, verify_kernel
+from k3jax.pallas.tensor_cores import Generation
 from k3jax.replay import Records
 
 __all__ = ["MAX_TOKENS", "VerifyTiles", "kda_verify_pallas", "kda_verify_reference", "supported", "tiles_for"]
@@ -29,13 +30,13 @@ __all__ = ["MAX_TOKENS", "VerifyTiles", "kda_verify_pallas", "kda_verify_referen
 _MULTIPROCESSORS = 132  # of an H200: so many heads have one each
 
 
-def tiles_for(heads: int) -> VerifyTiles:
+def tiles_for(heads: int, generation: Generation = "hopper") -> VerifyTiles:
     """Tiles for `heads` heads of all rows together: two share a multiprocessor only where they have to.
 
     A head alone computes the scores of nine tokens side by side, because nothing else fills the waits between them.
     """
-    if heads <= _MULTIPROCESSORS:
-        return VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9)
+    if heads <= _MULTIPROCESSORS or generation == "blackwell":
+        return VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, generation=generation)
     return VerifyTiles(warpgroups_per_head=2, lanes_per_row=8, tokens_per_step=3)
 
 
@@ -96,6 +97,6 @@ def supported(config: K3Config, dtype, platform: str, compute_capability: float,
     """Why the kernel cannot run for rows of up to `tokens` tokens, or None."""
     if tokens > MAX_TOKENS:
         return f"rows have up to {tokens} tokens, the kernel covers {MAX_TOKENS}"
-    if reason := requirements.refusal(dtype, platform, compute_capability, uses_wgmma=True):
+    if reason := requirements.refusal(dtype, platform, compute_capability, uses_tensor_cores=True):
         return reason
     return kda_decode.supported(config, dtype, platform, compute_capability)

@@ -8,6 +8,9 @@ thread, and in the end every warp finishes a token at a time.
 Four warpgroups a head run the scores beside the products, for few heads, where latency counts. Two do one after the
 other, and a block has two heads, of which one computes while the other waits. Two blocks of two warpgroups would do
 the same, but nothing would keep the compiler from the registers of a multiprocessor with one.
+
+On Blackwell the state's two pieces are staged in shared memory, a half of the key channels at a time, and there is no
+room for two heads. It has never run on a Blackwell GPU: it passes the interpreter and lowers.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas import blackwell_products
 from k3jax.pallas import kda_channels as channels
 from k3jax.pallas.kda_channels import HEAD_DIM, TAPS
 from k3jax.pallas.kda_verify_registers import (
@@ -35,6 +39,7 @@ from k3jax.pallas.kda_verify_registers import (
     sync_warpgroup,
 )
 from k3jax.pallas.shared_memory import swizzled
+from k3jax.pallas.tensor_cores import Generation
 
 MAX_TOKENS = 16  # rows of a token tile, one for each warp of a block; also keeps e^{-G} finite
 _WARPGROUPS = 4  # of a block
@@ -57,6 +62,7 @@ class VerifyTiles:
     lanes_per_row: int  # lanes that share a token: 8 or 16
     tokens_per_step: int  # columns computed at a time
     is_staged: bool = False  # state through shared memory by TMA; otherwise straight into registers
+    generation: Generation = "hopper"
 
     def __post_init__(self) -> None:
         if self.warpgroups_per_head not in (2, 4):
@@ -67,6 +73,10 @@ class VerifyTiles:
             raise ValueError(f"tokens_per_step={self.tokens_per_step} must lie in 1..{MAX_TOKENS}")
         if self.is_staged and self.warpgroups_per_head != 4:
             raise ValueError("is_staged=True: shared memory has no room for the states of two heads")
+        if self.generation == "blackwell" and (self.warpgroups_per_head != 4 or self.is_staged):
+            raise ValueError(
+                "generation='blackwell' takes warpgroups_per_head=4 and no is_staged: left operands need room"
+            )
 
     @property
     def heads(self) -> int:
@@ -107,10 +117,14 @@ def _scratch(tiles: VerifyTiles) -> dict:
     if tiles.is_staged:
         staged["state"] = swizzled((tiles.heads, HEAD_DIM, HEAD_DIM), jnp.float32)
         staged["arrived"] = plgpu.Barrier(num_barriers=2)
+    swizzle = blackwell_products.SWIZZLE if tiles.generation == "blackwell" else 128
+    if tiles.generation == "blackwell":
+        staged["pieces"] = swizzled((2, 2, _HALF, _HALF), jnp.bfloat16)  # of each half of the value rows
+        staged["products"] = blackwell_products.scratch(first=4 * MAX_TOKENS, second=4 * MAX_TOKENS)
     return {
         "parts": memory(3, *token_tile),
         "factors": memory(2, *token_tile),
-        "vectors": swizzled((tiles.heads, 4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16),
+        "vectors": swizzled((tiles.heads, 4 * MAX_TOKENS, HEAD_DIM), jnp.bfloat16, swizzle),
         "columns": memory(*token_tile),
         "strengths": memory(*token_tile),
         "scores": memory(2, MAX_TOKENS, MAX_TOKENS),
@@ -160,6 +174,7 @@ def verify_kernel(
         stamp("start")
         of_block, warpgroup = (0, thread) if tiles.heads == 1 else (thread // 2, thread % 2)
         head = block * tiles.heads + of_block
+        left_pieces, on_blackwell = scratch.pop("pieces", None), scratch.pop("products", {})
         memory = _Scratch(**{name: ref.at[of_block] for name, ref in scratch.items()})
         slot, layer, stacked = slots[row], indices[0], indices[1]
         start = cu_seqlens[row]
@@ -312,6 +327,25 @@ def verify_kernel(
             refs = [memory.state.at[own, pl.ds(half * _HALF, _HALF)] for half in range(2)]
             loaded = [plgpu.load(ref, layout=plgpu.Layout.WGMMA) for ref in refs]
             return [split_in_pairs(x, interpret is not None) for x in loaded]
+
+        def multiply_pieces(which: int, first, second):
+            """`multiply_state` on Blackwell, of a half of the value rows: `first` is split by now.
+
+            Both pieces of the vectors are columns of one product, so that the smallest of the four is added as well.
+            """
+            product = on_blackwell[("first", "second")[which]]
+            refs = [left_pieces.at[which, i] for i in range(2)]
+            for half in range(2):
+                for ref, piece in zip(refs, split(second) if half else first, strict=True):
+                    ref[...] = piece
+                plgpu.commit_smem()
+                right = memory.vectors.at[:, pl.ds(half * _HALF, _HALF)].T
+                blackwell_products.begin(product, *((ref, right) for ref in refs), adds=half > 0)
+                blackwell_products.wait(product)
+            own = pl.ds(which * _HALF, _HALF)
+            total = blackwell_products.read(product)
+            total = total[:, : 2 * MAX_TOKENS] + total[:, 2 * MAX_TOKENS :]
+            store_transposed(memory.from_state.at[:, own], total, interpret is not None)
 
         def multiply_state(own, first, second):
             """Products of the state's rows `own`: `first` is split by now, `second` only after the first's products.
@@ -484,7 +518,10 @@ def verify_kernel(
             stamp("built")
             plgpu.barrier_wait(memory.built)
             stamp("all_built")
-            multiply_state(pl.ds(which * _HALF, _HALF), first, second)
+            if tiles.generation == "blackwell":
+                multiply_pieces(which, first, second)
+            else:
+                multiply_state(pl.ds(which * _HALF, _HALF), first, second)
             arrive(memory.multiplied)
             stamp("products")
 

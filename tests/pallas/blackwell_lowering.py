@@ -12,11 +12,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import kda_lowering
 import moe_lowering
 from jax.experimental.mosaic.gpu import utils
 
 from k3jax.cache import PAGE_SIZE
-from k3jax.pallas import draft_attend, kda_prefill, router_logits, small_gemm
+from k3jax.pallas import draft_attend, kda_prefill, kda_verify, router_logits, small_gemm
 from k3jax.pallas.kda_prefill_plan import make_plan
 from k3jax.pallas.tensor_cores import Generation
 
@@ -61,6 +62,10 @@ def prefill(generation: Generation) -> str:
     return moe_lowering.lowered(run, *[rows] * 4, moe_lowering.bf16(tokens, heads), *rates, *numbers, pool, rows)
 
 
+def verify(generation: Generation) -> str:
+    return kda_lowering.verify(kda_verify.tiles_for(kda_lowering.ROWS, generation))
+
+
 def attend(width: int, generation: Generation) -> str:
     rows, heads, queries = 2, 2, draft_attend.MAX_QUERIES
     shape = draft_attend.DraftAttendShape(
@@ -79,4 +84,5 @@ if __name__ == "__main__":
         print(json.dumps({"kernel": "router_logits", **counts(logits(tokens, "blackwell"))}))
     for width in draft_attend.HEAD_DIMS:
         print(json.dumps({"kernel": "draft_attend", **counts(attend(width, "blackwell"))}))
+    print(json.dumps({"kernel": "kda_verify", **counts(verify("blackwell"))}))
     print(json.dumps({"kernel": "kda_prefill", **counts(prefill("blackwell"))}))

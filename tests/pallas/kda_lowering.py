@@ -46,9 +46,9 @@ def decode(tiles: kda_decode.DecodeTiles) -> str:
     return lowered(run, (4, 5), i32(2), i32(ROWS), token(ROWS), PARAMS, STATES, TAILS)
 
 
-def verify() -> str:
+def verify(tiles: kda_verify.VerifyTiles | None = None) -> str:
     num = ROWS * TOKENS
-    run = functools.partial(kda_verify.kda_verify_pallas, config=CONFIG)
+    run = functools.partial(kda_verify.kda_verify_pallas, config=CONFIG, tiles=tiles)
     rest = token(num), PARAMS, STATES, TAILS, RECORDS, bf16(num, WIDTH)
     return lowered(run, (7, 8), i32(2), i32(ROWS + 1), i32(ROWS), *rest)
 

@@ -22,6 +22,7 @@ def rng() -> np.random.Generator:
 
 
 TWO_HEADS = VerifyTiles(warpgroups_per_head=2, lanes_per_row=8, tokens_per_step=3)
+BLACKWELL = VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, generation="blackwell")
 STAGED = VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, is_staged=True)
 
 
@@ -59,12 +60,22 @@ def test_a_state_through_shared_memory_gives_the_same(case, capsys):
     assert_passes(dataclasses.replace(case, heads=1), capsys, STAGED)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1:], LONG[2]))],
+    ids=lambda case: case.name,
+)
+def test_blackwells_products_give_the_same(case, capsys):
+    assert_passes(dataclasses.replace(case, heads=1), capsys, BLACKWELL)
+
+
 def test_an_odd_number_of_heads_leaves_half_a_block_idle(capsys):
     assert_passes(dataclasses.replace(CASES[0], heads=3), capsys, TWO_HEADS)
 
 
 def test_heads_share_a_block_only_where_they_exceed_the_multiprocessors():
     assert [kda_verify.tiles_for(heads).heads for heads in (12, 132, 133, 768)] == [1, 1, 2, 2]
+    assert [kda_verify.tiles_for(heads, "blackwell").heads for heads in (12, 768)] == [1, 1]
 
 
 @pytest.mark.slow
@@ -95,7 +106,7 @@ def test_rounding_in_integers_is_the_conversion():
     np.testing.assert_array_equal(np.asarray(wide).view(np.uint32), want.astype(np.float32).view(np.uint32))
 
 
-def test_supported_accepts_k3_on_hopper_and_names_device_and_length():
+def test_supported_accepts_k3_on_hopper_and_blackwell_and_names_device_and_length():
     config = presets.k3()
 
     def reason(capability: float, tokens: int) -> str | None:
@@ -103,7 +114,8 @@ def test_supported_accepts_k3_on_hopper_and_names_device_and_length():
 
     assert reason(9.0, 9) is None
     assert "17 tokens" in (reason(9.0, 17) or "")
-    assert "is Hopper's" in (reason(10.3, 9) or "")
+    assert reason(10.3, 9) is None
+    assert "tcgen05" in (reason(12.0, 9) or "")
     assert "8.0" in (reason(8.0, 9) or "")
     assert "need a GPU" in (kda_verify.supported(config, jnp.bfloat16, "cpu", 0.0, 9) or "")
 
@@ -111,6 +123,8 @@ def test_supported_accepts_k3_on_hopper_and_names_device_and_length():
 def test_tiles_that_do_not_divide_the_tokens_are_refused():
     with pytest.raises(ValueError, match="lanes_per_row=32 must be 8 or 16"):
         VerifyTiles(warpgroups_per_head=4, lanes_per_row=32, tokens_per_step=1)
+    with pytest.raises(ValueError, match="generation='blackwell' takes"):
+        VerifyTiles(warpgroups_per_head=2, lanes_per_row=8, tokens_per_step=3, generation="blackwell")
     with pytest.raises(ValueError, match="tokens_per_step=17"):
         VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=17)
     with pytest.raises(ValueError, match="no room for the states of two heads"):
