@@ -169,9 +169,10 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
         reasons |= dict.fromkeys(("when_wanted", "repeat"), "a step's graph is sent off faster without branches")
     running = set()
     is_blackwell = tensor_cores.generation_of(situation.compute_capability) == "blackwell"
+    unproven = "; it has never run on a GPU of this kind" if is_blackwell and kernels != "xla" else ""
     for op, kernel in (KERNELS | (BLACKWELL_KERNELS if is_blackwell else {})).items():
         refusal = _refusal(op, situation) or HELD_BACK.get(op)
-        reasons[op] = refusal or _KERNEL_REASONS[kernels]
+        reasons[op] = refusal or _KERNEL_REASONS[kernels] + unproven
         if kernels != "xla" and refusal is None:
             taken[op] = kernel
             running.add(op)
