@@ -27,9 +27,7 @@ class PinnedVector:
         self._owner = jax.block_until_ready(jax.device_put(np.zeros(size, np.int32), pinned))
         shards = [shard.data for shard in self._owner.addressable_shards]
         self._views = [_words_at(shard.unsafe_buffer_pointer(), size) for shard in shards]
-        lent = [_Lent(shard.unsafe_buffer_pointer(), size, shard.device) for shard in shards]
-        arrays = [jax.dlpack.from_dlpack(each) for each in lent]
-        self._lent = lent  # their memory of sizes is read again whenever somebody asks
+        arrays = [jax.dlpack.from_dlpack(_Lent(x.unsafe_buffer_pointer(), size, x.device)) for x in shards]
         self._array = jax.make_array_from_single_device_arrays((size,), sharding, arrays)
         self._check()
 
@@ -94,6 +92,9 @@ class _Lent:
             context=None,
             deleter=_NOTHING,
         )
+        # Both are read when the array is dropped, which may be after Python has freed what it had: they stay for ever.
+        for kept in (self._shape, self._tensor):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device
