@@ -30,19 +30,7 @@ def decode(
     lengths = lengths.astype(jnp.int32)
     lane = jnp.arange(lengths.shape[0], dtype=jnp.int32)
     rows = Rows(first=lengths - 1, count=(lengths > 0).astype(jnp.int32), start=lane)
-    query = absorbed(projected.q, params["kv_b"], config)
-    latent = attend_paged(
-        query,
-        rows,
-        page_table,
-        pool,
-        layer,
-        rank=config.kv_lora_rank,
-        scale=config.qk_head_dim**-0.5,
-        max_tokens=1,
-        is_dense=True,
-    )
-    return mla.gate_output(values(latent, params["kv_b"], config), projected.gate)
+    return _attend(params, projected, pool, layer, rows, page_table, config, max_tokens=1, is_dense=True)
 
 
 def verify(
@@ -63,19 +51,25 @@ def verify(
     rows = Rows(first=lengths.astype(jnp.int32), count=jnp.diff(cu_seqlens), start=cu_seqlens[:-1])
     num_tokens = lengths.shape[0] * max_tokens
     lanes = mla.Projected(*(x[:num_tokens] for x in projected))
-    query = absorbed(lanes.q, params["kv_b"], config)
-    latent = attend_paged(
-        query,
-        rows,
-        page_table,
-        pool,
-        layer,
-        rank=config.kv_lora_rank,
-        scale=config.qk_head_dim**-0.5,
-        max_tokens=max_tokens,
-    )
-    mixed = mla.gate_output(values(latent, params["kv_b"], config), lanes.gate)
+    mixed = _attend(params, lanes, pool, layer, rows, page_table, config, max_tokens=max_tokens)
     return write_rows(out, mixed, Tile(jnp.int32(0), jnp.int32(0), jnp.int32(0), cu_seqlens[-1]))
+
+
+def _attend(
+    params: dict,
+    lanes: mla.Projected,
+    pool: Array,
+    layer: int,
+    rows: Rows,
+    page_table: Array,
+    config: K3Config,
+    **sizes,
+) -> Float[Array, "N HV"]:
+    """The gated outputs of the lanes' queries; `sizes` are those of `attend_paged` that the op decides."""
+    query = absorbed(lanes.q, params["kv_b"], config)
+    scale = config.qk_head_dim**-0.5
+    latent = attend_paged(query, rows, page_table, pool, layer, rank=config.kv_lora_rank, scale=scale, **sizes)
+    return mla.gate_output(values(latent, params["kv_b"], config), lanes.gate)
 
 
 def absorbed(q: Float[Array, "N H QK"], kv_b: Float[Array, "HKV L"], config: K3Config) -> Float[Array, "N H LR"]:
