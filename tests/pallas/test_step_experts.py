@@ -4,10 +4,10 @@ import dataclasses
 import math
 import re
 
+import hopper_step
 import jax
 import jax.numpy as jnp
 import pytest
-import test_step_kernels
 from jaxlib.mlir import ir
 
 from k3jax import moe, params, programs
@@ -16,8 +16,8 @@ from k3jax.pallas import dispatch, expert_load
 from k3jax.sharding.mesh import make_mesh, parallel_of
 
 ROWS, PREFILL = 4, 512
-CONFIG = dataclasses.replace(test_step_kernels.CONFIG, num_hidden_layers=2, kda_layers=(0,), mla_layers=(1,))
-HOPPER = dataclasses.replace(test_step_kernels.HOPPER, config=CONFIG, drafts=None, draft=None)
+CONFIG = dataclasses.replace(hopper_step.CONFIG, num_hidden_layers=2, kda_layers=(0,), mla_layers=(1,))
+HOPPER = dataclasses.replace(hopper_step.HOPPER, config=CONFIG, drafts=None, draft=None)
 CACHE = CacheShape(num_rows=ROWS, num_pages=9, num_slots=9, pages_per_row=8)
 LATENT, INNER = CONFIG.routed_expert_hidden_size, CONFIG.moe_intermediate_size
 # Elements of all experts' weights of one projection, or, if fewer, of a tile of tokens through every expert.

@@ -1,4 +1,4 @@
-"""What a GPU's decode step does without: loops and conditions. MLA attention is looked at by itself."""
+"""What a GPU's decode step does without: loops and conditions."""
 
 import dataclasses
 import re
@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from hopper_step import CONFIG, DRAFT, HOPPER
 
 from k3jax import params, programs
 from k3jax.cache import CacheShape
@@ -14,46 +15,14 @@ from k3jax.draft_state import Drafting
 from k3jax.pallas import dispatch, expert_load
 from k3jax.sharding.mesh import make_mesh, parallel_of
 from k3jax.step_inputs import StepShape
-from tests.k3jax.draft_models import draft_config
-from tests.k3jax.golden_data import mini_config
 
 DRAFTS = 3
-CONFIG = mini_config(
-    vocab_size=2048,
-    kda_head_dim=128,
-    hidden_size=256,
-    routed_expert_hidden_size=512,
-    moe_intermediate_size=128,
-    num_experts=128,
-    num_experts_per_token=4,
-)
-DRAFT = draft_config(
-    "gqa",
-    vocab_size=CONFIG.vocab_size,
-    mask_token_id=95,
-    hidden_size=CONFIG.hidden_size,
-    target_hidden_size=CONFIG.hidden_size,
-    head_dim=32,
-    taps=(0, 2),
-)
 CACHE = CacheShape(num_rows=4, num_pages=9, num_slots=9, pages_per_row=4)
 
 
-def attend_nowhere(weights, projected, *_, **__):
-    """In place of attention over pages, which is looked at by itself."""
-    return jnp.zeros_like(projected.gate)
-
-
 def program(*, has_drafts: bool, kernels: dispatch.Kernels = "auto") -> programs.StepProgram:
-    situation = dispatch.Situation(
-        platform="gpu",
-        config=CONFIG,
-        dtype=jnp.dtype(jnp.bfloat16),
-        compute_capability=9.0,
-        drafts=DRAFTS if has_drafts else None,
-        draft=DRAFT if has_drafts else None,
-    )
-    ops = dataclasses.replace(dispatch.choose(situation)[0], mla_decode=attend_nowhere, mla_verify=attend_nowhere)
+    situation = dataclasses.replace(HOPPER, drafts=DRAFTS if has_drafts else None, draft=DRAFT if has_drafts else None)
+    ops, _ = dispatch.choose(situation, kernels)
     if kernels == "xla":
         ops = dispatch.Ops()
     tree = params.abstract(CONFIG)
