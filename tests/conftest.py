@@ -7,10 +7,12 @@ import contextlib
 import ctypes
 import gc
 import importlib.util
+import itertools
 import logging
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,30 @@ def x64() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_enable_x64", before)
+
+
+SEED = int(os.environ.get("K3JAX_TEST_SEED", "0"))
+
+
+def pytest_report_header() -> str:
+    return f"inputs drawn with K3JAX_TEST_SEED={SEED}"
+
+
+@pytest.fixture(autouse=True)
+def _inputs_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test inputs of its own, the same in every run: what fails once fails again.
+
+    A generator that is asked for without a seed gets one from the test's name. K3JAX_TEST_SEED=N draws others; on a GPU
+    `scripts/gpu_check.py` draws fresh ones every time.
+    """
+    import numpy as np
+
+    default_rng, name, count = np.random.default_rng, zlib.crc32(request.node.nodeid.encode()), itertools.count()
+    monkeypatch.setattr(
+        np.random,
+        "default_rng",
+        lambda seed=None: default_rng([SEED, name, next(count)] if seed is None else seed),
+    )
 
 
 @pytest.fixture(autouse=True)
