@@ -53,9 +53,9 @@ def expected() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_reference_passes_the_judge_with_little_error(case):
-    """Outputs are rounded to bfloat16 once. States are off by 1e-6, unless the oracle rounds a value of the convolution,
-    a tie within float32, the other way: 2^-9 of it, and where gates leave only that token, up to three times
-    1 / sqrt(128) of the norm."""
+    """Outputs are rounded to bfloat16 once. States are off by 1e-6, unless the oracle rounds a tie of the convolution
+    the other way: 2^-9 of one value, and where gates leave only that token, up to three times 1 / sqrt(128) of the
+    norm."""
     strict = dataclasses.replace(case, limit=2.5e-3)
     verdict = run_case(kda_serving.prefill, strict, np.random.default_rng())
     assert verdict.passed and verdict.state < 2**-9 * 3 / 128**0.5, verdict
