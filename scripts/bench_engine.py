@@ -64,6 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=whole(1), default=5, help="runs per figure; medians are printed (default: 5)")
     parser.add_argument("--kernels", choices=("auto", "xla", "pallas"), default="auto", help="default: auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--programs", type=pathlib.Path, help="folder that keeps compiled programs")
     return parser.parse_args()
 
 
@@ -115,7 +116,7 @@ class Bench:
             identity=f"bench {self.args.model}",
         )
         shapes = [program.shape_of(rows=ROWS, prefill_tokens=tokens) for tokens in self.prefill]
-        executor = DeviceExecutor(program, weights, limits, store=store, shapes=shapes)
+        executor = DeviceExecutor(program, weights, limits, store=store, shapes=shapes, cache=self.args.programs)
         emit(
             model=self.args.model,
             layers=self.config.num_hidden_layers,

@@ -112,6 +112,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="time each part alone")
     parser.add_argument("--engine", action=argparse.BooleanOptionalAction, default=True, help="run through the engine")
+    parser.add_argument("--programs", type=pathlib.Path, help="folder that keeps compiled programs")
     return parser.parse_args()
 
 
@@ -144,7 +145,7 @@ def run_engine(program: StepProgram, weights: Any, args: argparse.Namespace, bat
         for r in sorted({8, program.cache_shape.num_rows})
     ]
     started = time.perf_counter()
-    executor = DeviceExecutor(program, weights, limits, shapes=shapes)
+    executor = DeviceExecutor(program, weights, limits, shapes=shapes, cache=args.programs)
     emit(programs=len(shapes), compile_seconds=time.perf_counter() - started)
     loop = StepLoop(
         executor, clock=time.perf_counter, policy=SchedulerPolicy(checkpoint=args.checkpoint), overlap=args.overlap

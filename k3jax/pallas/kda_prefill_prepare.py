@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -83,8 +84,22 @@ class _Unit(NamedTuple):
     rows: Array  # live tokens, 0 for nothing to do
 
 
-def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, v_head) -> None:
-    """One tile and head, by both sides. Its loads but v's were begun; `fetch_next` begins those of the next."""
+class Share(NamedTuple):
+    """What a pair prepares: units `first`, `first + stride` and so on, below `units`."""
+
+    first: Array
+    stride: Array | int
+    units: Array | int
+
+
+Tell = Callable[[Array, Array], None]  # that all of a tile and head that this warpgroup stores has been stored
+
+
+def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, finish_previous, v_head) -> None:
+    """One tile and head, by both sides. Its loads but v's were begun; `fetch_next` begins those of the next.
+
+    `finish_previous` waits until the memory of what was stored of the tile before may be written.
+    """
     _q, _k, v, _gate, a_log, _bias, _beta, _token, _rows, relative_sums, _sums, *outputs = refs
     prepared, rate = Prepared(*outputs), jnp.exp(a_log[unit.head])
     s = s | {"beta": s["beta"].at[turn & 1]}
@@ -97,9 +112,6 @@ def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, v_head) ->
         for ref, out in pairs:
             plgpu.copy_smem_to_gmem(ref, out.at[unit.tile, unit.head])
 
-    def wait_stored():  # what was stored has been read: its memory may be written
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
     plgpu.barrier_wait(s["loaded"])
     tidy(s, unit.first, unit.rows, side)
 
@@ -111,7 +123,7 @@ def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, v_head) ->
             store_transposed(s["factors"].at[:, half_of(half)], factors[:, :NUM_FACTORS], s["is_interpreted"])
 
     together(s["gated"])
-    wait_stored()  # of the tile before
+    finish_previous()
 
     @pl.when(side == KEY_SIDE)
     def _():
@@ -125,7 +137,7 @@ def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, v_head) ->
         decay = s["factors"].at[chunk.DECAY], prepared.decay
         # The key side wrote the keys before it announced the last columns.
         store((s["q"], prepared.queries), (s["scores"], prepared.scores), (s["k"], prepared.keys), decay)
-        wait_stored()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_wait(s["columns_free"])
         fetch_next()
         plgpu.barrier_wait(s["values_loaded"])
@@ -134,30 +146,30 @@ def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, v_head) ->
         store((s["v"], prepared.values))
 
 
-def _body(
+def prepare_share(
     *refs,
     buffers: list,
     products,
     heads: int,
-    units: int,
-    grid: int,
+    share_of: Callable[[Array], Share],
     first_heads,
     ahead: bool,
     generation,
     is_interpreted,
+    tell: Tell | None = None,
 ) -> None:
+    """What a block prepares, by all of its warpgroups; `share_of` a pair. They `tell` of tiles a tile later."""
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
     q, k, _values, gate, _a_log, bias, beta, token, rows, _relative_sums, sums, *_outputs = refs
     s = of_pair(buffers, pair, generation)
+    first_unit, stride, units = share_of(pair)
 
     @pl.when(warpgroup == 0)
     def _():
         plgpu.copy_gmem_to_smem(sums, s["sums"], s["sums_loaded"])
 
     plgpu.barrier_wait(s["sums_loaded"])
-    first_unit = pair * grid + lax.axis_index("block")  # blocks before pairs: few tiles spread over all of the GPU
-    stride = pairs_of(generation) * grid
 
     def place(turn) -> tuple:
         unit = jnp.minimum(first_unit + turn * stride, units - 1)
@@ -189,17 +201,25 @@ def _body(
                 if ahead:
                     fetch(s, turn + 1, _Unit(*place(turn + 1), *following))
 
+            def finish_previous():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=tell is None)
+                if tell is not None:
+                    pl.when(turn > 0)(lambda: tell(*place(turn - 1)))
+
             if not ahead:
                 pl.when(side == QUERY_SIDE)(lambda: fetch(s, turn, unit))
-            _prepare_tile(refs, s, side, turn, unit, fetch_next, unit.head + first_heads[2])
+            _prepare_tile(refs, s, side, turn, unit, fetch_next, finish_previous, unit.head + first_heads[2])
 
         return following
 
     found = find(0)
     if ahead:
         pl.when(side == QUERY_SIDE)(lambda: fetch(s, 0, _Unit(*place(0), *found)))
-    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, found)
+    turns = lax.div(units - first_unit + stride - 1, jnp.asarray(stride, jnp.int32))
+    lax.fori_loop(0, turns, visit, found)
     plgpu.wait_smem_to_gmem(0)
+    if tell is not None:
+        pl.when(turns > 0)(lambda: tell(*place(turns - 1)))
 
 
 def sums(generation: Generation = "hopper") -> tuple[np.ndarray, np.ndarray]:
@@ -235,14 +255,18 @@ def build(
 
     def entry(*refs, **memory):
         products = [BlackwellProducts(of_side) for of_side in memory.values()] or [HopperProducts()] * 2
+        block = lax.axis_index("block")
+
+        def share_of(pair) -> Share:  # blocks before pairs: few tiles spread over all of the GPU
+            return Share(pair * grid + block, pairs_of(generation) * grid, units)
+
         pl.run_scoped(
-            lambda *buffers: _body(
+            lambda *buffers: prepare_share(
                 *refs,
                 buffers=list(buffers),
                 products=products,
                 heads=heads,
-                units=units,
-                grid=grid,
+                share_of=share_of,
                 first_heads=first_heads,
                 ahead=ahead,
                 generation=generation,

@@ -13,12 +13,14 @@ Blackwell the products are those of `kda_scan_blackwell`, everything else is the
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
 
 from k3jax.pallas import blackwell_products, kda_scan_blackwell
 from k3jax.pallas.kda_prefill_memory import CHUNK, COLUMN, WGMMA, WIDTH, by_column, meet
@@ -135,7 +137,8 @@ def store_rows(s: dict, out_head, rows_out, token, rows) -> None:
                 plgpu.copy_smem_to_gmem(source, out_head.at[pl.ds(token + first, run)])
 
 
-def _scratch(stages: int, output_stages: int, generation: Generation) -> dict:
+def scratch(stages: int, output_stages: int, generation: Generation) -> dict:
+    """Shared memory and barriers of a block."""
     wide, square = (CHUNK, WIDTH), (CHUNK, CHUNK)
     is_blackwell = generation == "blackwell"
     operand = functools.partial(
@@ -162,18 +165,29 @@ def _scratch(stages: int, output_stages: int, generation: Generation) -> dict:
     }
 
 
-class _Chain:
+class Place(NamedTuple):
+    """Of a chain: its sequence, head and half of V."""
+
+    sequence: Array
+    head: Array
+    part: Array
+
+
+class Chain:
     """A block's view of 64 rows of V of one head of one sequence; methods are traced into the kernel."""
 
-    def __init__(self, refs: tuple, s: dict, stages: int, output_stages: int, generation: Generation):
+    def __init__(
+        self, refs: tuple, s: dict, place: Place, stages: int, output_stages: int, generation: Generation = "hopper"
+    ):
         is_blackwell = generation == "blackwell"
         self.advance = kda_scan_blackwell.advance if is_blackwell else advance
         self.outputs = kda_scan_blackwell.outputs if is_blackwell else outputs
         *prepared, self.plan, self.layer, self.pool, self.out = refs
-        self.prepared, self.s, self.stages, self.output_stages = prepared, s, stages, output_stages
-        s["rounded"], s["state"] = s["rounded"]
-        s["out"], s["out_rows"] = s["out"]
-        self.head, self.sequence, self.part = (lax.axis_index(name) for name in ("head", "sequence", "part"))
+        self.prepared, self.stages, self.output_stages = prepared, stages, output_stages
+        rounded, state = s["rounded"]
+        tiled, rows = s["out"]
+        self.s = s | {"rounded": rounded, "state": state, "out": tiled, "out_rows": rows}
+        self.sequence, self.head, self.part = place
         self.first_tile, self.num_tiles = self.plan.first_tile[self.sequence], self.plan.num_tiles[self.sequence]
         self.v_rows = pl.ds(pl.multiple_of(self.part * CHUNK, CHUNK), CHUNK)
 
@@ -187,9 +201,13 @@ class _Chain:
         for name, ref in (("w", w), ("values", values.at[self.part]), ("keys", keys), ("decay", decay)):
             plgpu.copy_gmem_to_smem(ref, s[name].at[stage], s["ready"].at[stage])
 
+    def output_stage(self, step):
+        return lax.rem(step, jnp.int32(self.output_stages))
+
     def fetch_for_outputs(self, step) -> None:
+        """The same for the output side."""
         _, _, queries, _, scores, _ = (ref.at[self.first_tile + step, self.head] for ref in self.prepared)
-        stage, s = lax.rem(step, jnp.int32(self.output_stages)), self.s
+        stage, s = self.output_stage(step), self.s
         for name, ref in (("queries", queries), ("scores", scores)):
             plgpu.copy_gmem_to_smem(ref, s[name].at[stage], s["output_ready"].at[stage])
 
@@ -230,35 +248,42 @@ class _Chain:
         pl.when(self.num_tiles - 1 != export_tile)(lambda: plgpu.barrier_wait(s["taken"]))
         store_state(s, pool_rows(slot), state)
 
+    def begin_fetching(self) -> None:
+        """Fetch the first tiles, as far as there is memory; by the output side."""
+        for fetch, stages in ((self.fetch, self.stages), (self.fetch_for_outputs, self.output_stages)):
+            for step in range(stages):
+                pl.when(step < self.num_tiles)(functools.partial(fetch, jnp.int32(step)))
+
+    def fetch_further(self, step) -> None:
+        """Fetch what takes the memory of a tile whose outputs have been computed; by the output side."""
+
+        @pl.when(step + self.output_stages < self.num_tiles)
+        def _():
+            meet()  # every warp's products have read the stage
+            self.fetch_for_outputs(step + self.output_stages)
+
+        @pl.when(step + self.stages < self.num_tiles)
+        def _():  # the state side is done with the tile about when its outputs are
+            plgpu.barrier_wait(self.s["consumed"].at[self.stage(step)])
+            self.fetch(step + self.stages)
+
     def write_outputs(self) -> None:
         plan, s = self.plan, self.s
         out_head = self.out.at[:, self.head, self.v_rows]
         last = jnp.maximum(self.first_tile + self.num_tiles - 1, 0)
-        for fetch, stages in ((self.fetch, self.stages), (self.fetch_for_outputs, self.output_stages)):
-            for step in range(stages):
-                pl.when(step < self.num_tiles)(functools.partial(fetch, jnp.int32(step)))
+        self.begin_fetching()
 
         def visit(step, found):
             token, rows = found
             following = jnp.minimum(self.first_tile + step + 1, last)
             found = plan.token[following], plan.rows[following]  # a step early: nothing waits for memory then
-            stage = lax.rem(step, jnp.int32(self.output_stages))
+            stage = self.output_stage(step)
             plgpu.barrier_wait(s["output_ready"].at[stage])
             plgpu.barrier_wait(s["handed"])
             rows_out = self.outputs(s, stage)
 
             plgpu.barrier_arrive(s["taken"])
-
-            @pl.when(step + self.output_stages < self.num_tiles)
-            def _():
-                meet()  # every warp's products have read the stage
-                self.fetch_for_outputs(step + self.output_stages)
-
-            @pl.when(step + self.stages < self.num_tiles)
-            def _():  # the state side is done with the tile about when its outputs are
-                plgpu.barrier_wait(s["consumed"].at[self.stage(step)])
-                self.fetch(step + self.stages)
-
+            self.fetch_further(step)
             store_rows(s, out_head, rows_out, token, rows)
             return found
 
@@ -282,8 +307,9 @@ def build(
     It holds `stages` tiles for the state side and `output_stages` for the output side.
     """
 
-    def entry(*refs, **scratch):
-        chain = _Chain(refs, scratch, stages, output_stages, generation)
+    def entry(*refs, **memory):
+        place = Place(*(lax.axis_index(name) for name in ("sequence", "head", "part")))
+        chain = Chain(refs, memory, place, stages, output_stages, generation)
         side = lax.axis_index("side")
         is_empty = chain.num_tiles == 0  # most sequences of a step, and they own no slot
         pl.when((side == 0) & jnp.logical_not(is_empty))(chain.carry_state)
@@ -295,7 +321,7 @@ def build(
         grid_names=("sequence", "head", "part"),
         num_threads=2,
         thread_name="side",
-        scratch_types=_scratch(stages, output_stages, generation),
+        scratch_types=scratch(stages, output_stages, generation),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
