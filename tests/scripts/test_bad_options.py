@@ -88,8 +88,8 @@ def test_a_bad_value_is_refused_in_one_line_with_the_fix(script, option, monkeyp
 
 
 def test_small_cases_of_a_check_that_has_none_are_refused(monkeypatch, capsys):
-    error = _refusal("gpu_check.py", ["--small", "--op", "router", "--op", "slot-copy"], monkeypatch, capsys)
-    assert "slot-copy has no small cases. Name " in error and error.count("\n") == 1
+    error = _refusal("gpu_check.py", ["--small", "--op", "router", "--op", "experts-triton"], monkeypatch, capsys)
+    assert "experts-triton has no small cases. Name " in error and error.count("\n") == 1
 
 
 def test_every_benchmark_of_a_kernel_is_among_them():
