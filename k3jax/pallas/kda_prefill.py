@@ -5,7 +5,7 @@ Per head and token, with q and k l2-normalised, alpha = exp(-5 sigmoid(exp(A_log
     S' = S diag(alpha);   S <- S' + b (v - S' k) k^T;   o = S q / sqrt(K)
 
 Two kernels: `kda_prefill_prepare` turns tiles of 64 tokens into what does not depend on the state, one block per tile
-and head, and `kda_scan` carries the states over the tiles.
+and head, and `kda_scan` carries the states over the tiles. `kda_prefill_together` is both in one launch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from jaxtyping import Array, Float
 
 from k3jax import kda
 from k3jax.kda_packed import chunked_packed
-from k3jax.pallas import kda_prefill_prepare, kda_scan
+from k3jax.pallas import kda_prefill_prepare, kda_prefill_together, kda_scan
 from k3jax.pallas.kda_prefill_memory import CHUNK, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
+from k3jax.pallas.kda_prefill_prepare import MULTIPROCESSORS
 from k3jax.pallas.tensor_cores import Generation
 
 LOWER_BOUND = -5.0
@@ -64,6 +65,7 @@ class PrefillTiles:
     stages: int = 3  # tiles a block of the scan holds for the state side
     output_stages: int = 3  # and for the output side
     ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
+    scan_blocks: int = 0  # at most, of one launch whose other blocks prepare; 0 takes two launches
     generation: Generation = "hopper"  # of the tensor cores
 
     def __post_init__(self) -> None:
@@ -71,9 +73,18 @@ class PrefillTiles:
             raise ValueError(f"stages={self.stages}: 2 let a tile load while another is used, and 3 are what fits")
         if self.output_stages not in (2, 3):
             raise ValueError(f"output_stages={self.output_stages}: must be 2 or 3, as for stages")
+        if not 0 <= self.scan_blocks < MULTIPROCESSORS[self.generation]:
+            raise ValueError(f"scan_blocks={self.scan_blocks}: must be 0 or leave blocks that prepare")
+        if self.scan_blocks and self.generation != "hopper":
+            raise ValueError(f"scan_blocks={self.scan_blocks}: one launch is written for Hopper alone")
 
 
-SWEEP = (PrefillTiles(), PrefillTiles(output_stages=2, ahead=False), PrefillTiles(stages=2))
+SWEEP = (  # first two launches and one, else alike
+    PrefillTiles(),
+    PrefillTiles(scan_blocks=32),
+    PrefillTiles(output_stages=2, ahead=False),
+    PrefillTiles(stages=2),
+)
 
 
 def kda_prefill(
@@ -103,16 +114,48 @@ def kda_prefill(
     heads = gate.shape[1]
     tiles = tiles or PrefillTiles()
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
-    prepare = kda_prefill_prepare.build(
-        plan.token.shape[0], heads, interpret, first_heads, ahead=tiles.ahead, generation=tiles.generation
-    )
+    num_tiles, num_sequences = plan.token.shape[0], plan.slots.shape[0]
     sums = map(jnp.asarray, kda_prefill_prepare.sums(tiles.generation))
+    if tiles.scan_blocks:
+        run = together(num_tiles, num_sequences, heads, tiles, first_heads, interpret)
+        counters = jax.new_ref(kda_prefill_together.make_counters(num_tiles, heads))
+        run(q, k, v, gate, a_log, dt_bias, beta, plan, layer, pool, out, counters, *sums)
+        return
+    prepare = kda_prefill_prepare.build(
+        num_tiles, heads, interpret, first_heads, ahead=tiles.ahead, generation=tiles.generation
+    )
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
-    count, output_stages = plan.slots.shape[0], tiles.output_stages
     scan = kda_scan.build(
-        count, heads, tiles.stages, interpret, output_stages=output_stages, generation=tiles.generation
+        num_sequences,
+        heads,
+        tiles.stages,
+        interpret,
+        output_stages=tiles.output_stages,
+        generation=tiles.generation,
     )
     scan(*prepared, plan, layer, pool, out)
+
+
+def together(
+    num_tiles: int,
+    num_sequences: int,
+    heads: int,
+    tiles: PrefillTiles,
+    first_heads: tuple[int, int, int] = (0, 0, 0),
+    interpret=None,
+):
+    """`kda_prefill_together.build` with these tiles."""
+    return kda_prefill_together.build(
+        num_tiles,
+        num_sequences,
+        heads,
+        tiles.scan_blocks,
+        interpret,
+        first_heads,
+        stages=tiles.stages,
+        output_stages=tiles.output_stages,
+        ahead=tiles.ahead,
+    )
 
 
 def supported(num_tokens: int, key_width: int, value_width: int, dtype, lower_bound: float | None) -> str | None:

@@ -67,13 +67,14 @@ def prefill(
     config: K3Config,
     *,
     generation: Generation = "hopper",
+    scan_blocks: int = 0,
     interpret=None,
 ) -> tuple[Float[Array, "N W"], Pools]:
     """`kda_serving.prefill` on the kernels, the same arguments.
 
     Products take bfloat16 operands and sum in float32, as do states; the mixer's output is rounded to bfloat16 before
     its norm. Export offsets are 0 or at least 3, and one to slot 0 is left out. Slots must be distinct among chunks
-    and exports: not checked.
+    and exports: not checked. `scan_blocks` is that of `kda_prefill.PrefillTiles`.
     """
     num_tokens, width = out.shape
     if padding := -num_tokens % _ROW_TILE:  # never in a step: its token axis is a whole number of tiles
@@ -107,7 +108,7 @@ def prefill(
         state_ref,
         out_ref,
         first_heads=(0, heads, 2 * heads),
-        tiles=kda_prefill.PrefillTiles(generation=generation),
+        tiles=kda_prefill.PrefillTiles(generation=generation, scan_blocks=scan_blocks),
         interpret=interpret,
     )
     mixed = jax.freeze(out_ref)

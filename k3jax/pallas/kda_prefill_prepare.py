@@ -84,15 +84,11 @@ class _Unit(NamedTuple):
     rows: Array  # live tokens, 0 for nothing to do
 
 
-class Share(NamedTuple):
-    """What a pair prepares: units `first`, `first + stride` and so on, below `units`."""
+class Readers(NamedTuple):
+    """Who waits for tiles in the same launch."""
 
-    first: Array
-    stride: Array | int
-    units: Array | int
-
-
-Tell = Callable[[Array, Array], None]  # that all of a tile and head that this warpgroup stores has been stored
+    tell: Callable[[Array, Array], None]  # that all of a tile and head that this warpgroup stores has been stored
+    live_tiles: Callable[[], Array]  # the first so many tiles have rows
 
 
 def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, finish_previous, v_head) -> None:
@@ -151,19 +147,23 @@ def prepare_share(
     buffers: list,
     products,
     heads: int,
-    share_of: Callable[[Array], Share],
+    units: int,
+    blocks: int,
     first_heads,
     ahead: bool,
     generation,
     is_interpreted,
-    tell: Tell | None = None,
+    readers: Readers | None = None,
 ) -> None:
-    """What a block prepares, by all of its warpgroups; `share_of` a pair. They `tell` of tiles a tile later."""
+    """What one of `blocks` prepares, the first ones of the grid; readers are told of a tile during the next one."""
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
     q, k, _values, gate, _a_log, bias, beta, token, rows, _relative_sums, sums, *_outputs = refs
     s = of_pair(buffers, pair, generation)
-    first_unit, stride, units = share_of(pair)
+    block, stride = lax.axis_index("block"), pairs_of(generation) * blocks
+    # Blocks before pairs: few tiles spread over all of the GPU. If not every block has a second one, it is better that
+    # those with the first tiles have not, where somebody waits for these.
+    first_unit = pair * blocks + (block if readers is None else jnp.where(pair == 0, block, blocks - 1 - block))
 
     @pl.when(warpgroup == 0)
     def _():
@@ -202,8 +202,9 @@ def prepare_share(
                     fetch(s, turn + 1, _Unit(*place(turn + 1), *following))
 
             def finish_previous():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=tell is None)
-                if tell is not None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=readers is None)
+                if readers is not None:  # the tile before has rows, as this one has
+                    tell = readers.tell
                     pl.when(turn > 0)(lambda: tell(*place(turn - 1)))
 
             if not ahead:
@@ -215,11 +216,11 @@ def prepare_share(
     found = find(0)
     if ahead:
         pl.when(side == QUERY_SIDE)(lambda: fetch(s, 0, _Unit(*place(0), *found)))
-    turns = lax.div(units - first_unit + stride - 1, jnp.asarray(stride, jnp.int32))
-    lax.fori_loop(0, turns, visit, found)
+    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, found)
     plgpu.wait_smem_to_gmem(0)
-    if tell is not None:
-        pl.when(turns > 0)(lambda: tell(*place(turns - 1)))
+    if readers is not None:
+        turns = lax.div(readers.live_tiles() * heads - first_unit + stride - 1, jnp.int32(stride))
+        pl.when(turns > 0)(lambda: readers.tell(*place(turns - 1)))
 
 
 def sums(generation: Generation = "hopper") -> tuple[np.ndarray, np.ndarray]:
@@ -255,18 +256,14 @@ def build(
 
     def entry(*refs, **memory):
         products = [BlackwellProducts(of_side) for of_side in memory.values()] or [HopperProducts()] * 2
-        block = lax.axis_index("block")
-
-        def share_of(pair) -> Share:  # blocks before pairs: few tiles spread over all of the GPU
-            return Share(pair * grid + block, pairs_of(generation) * grid, units)
-
         pl.run_scoped(
             lambda *buffers: prepare_share(
                 *refs,
                 buffers=list(buffers),
                 products=products,
                 heads=heads,
-                share_of=share_of,
+                units=units,
+                blocks=grid,
                 first_heads=first_heads,
                 ahead=ahead,
                 generation=generation,

@@ -1,8 +1,8 @@
 """Time KDA prefill at K3's shapes on a GPU: one JSON line per shape and tiling.
 
 By CUDA graph, as the peers are timed: many calls over inputs larger than the L2 cache; `prepare_us` and `scan_us` are
-the two kernels alone. `--sweep` times every tiling, otherwise the one the op takes. `floor_us` counts the inputs and
-outputs once, and two states a sequence.
+the two kernels alone, where there are two. `--sweep` times every tiling, otherwise the one the op takes. `floor_us`
+counts the inputs and outputs once, and two states a sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.floors import COPY_BYTES_PER_S  # noqa: E402
 from bench.graph import captured_us, graph_us  # noqa: E402
 
 from k3jax.pallas import kda_prefill_prepare, kda_scan  # noqa: E402
-from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles  # noqa: E402
+from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, together  # noqa: E402
 from k3jax.pallas.kda_prefill_plan import make_plan  # noqa: E402
 from serving.option_types import OneLineParser, several, whole  # noqa: E402
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) -> dict:
-    """Microseconds of a call, of each of its two kernels alone, and the floor."""
+    """Microseconds of a call, of each of its two kernels alone if it has two, and the floor."""
     import torch  # pyright: ignore[reportMissingImports]
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -82,6 +82,28 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
     pool = torch.zeros(1, 2 * batch + 1, heads, WIDTH, WIDTH, device="cuda")
     out = torch.zeros(tokens, heads, WIDTH, device="cuda", dtype=torch.bfloat16)
 
+    moved = tokens * token_bytes + 2 * batch * heads * WIDTH * WIDTH * 4
+    floor = {"floor_us": moved / COPY_BYTES_PER_S * 1e6}
+    inputs = [
+        (*(normal(tokens, heads, WIDTH) for _ in range(4)), normal(tokens, heads))
+        for _ in range(max(2, math.ceil(COLD_BYTES / (tokens * token_bytes))))
+    ]
+    sums = tuple(map(tensor, kda_prefill_prepare.sums()))
+
+    if tiles.scan_blocks:
+        in_one_launch = together(plan.token.shape[0], batch, heads, tiles)
+        counters = torch.zeros(plan.token.shape[0], heads, device="cuda", dtype=torch.int32)
+
+        def one(*operands):
+            *read, pool, out, counters = operands[: -len(sums)]
+            written = tuple(map(jax.new_ref, (pool, out, counters)))
+            in_one_launch(*read, *written, *operands[-len(sums) :])
+            return tuple(map(jax.freeze, written))
+
+        rest = (plan, layer, pool, out, counters, *sums)
+        times = {"us": graph_us(one, [(*one_input[:4], *gates, one_input[4], *rest) for one_input in inputs])}
+        return {name: round(us, 1) for name, us in (times | floor).items()}
+
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, ahead=tiles.ahead)
     build_scan = kda_scan.build(batch, heads, tiles.stages, output_stages=tiles.output_stages)
 
@@ -92,23 +114,17 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
 
     run_prepare, run_scan = plgpu.as_torch_kernel(prepare), plgpu.as_torch_kernel(scan)
 
-    constant = (plan.token, plan.rows, *map(tensor, kda_prefill_prepare.sums()))
+    constant = (plan.token, plan.rows, *sums)
 
     def both(q, k, v, gate, beta):
         prepared = tuple(run_prepare(q, k, v, gate, *gates, beta, *constant))
         run_scan(prepared, plan, layer, pool, out)
 
-    inputs = [
-        (*(normal(tokens, heads, WIDTH) for _ in range(4)), normal(tokens, heads))
-        for _ in range(max(2, math.ceil(COLD_BYTES / (tokens * token_bytes))))
-    ]
     times = {"us": captured_us(both, inputs)}
     to_prepare = [(*one[:4], *gates, one[4], *constant) for one in inputs]
     times["prepare_us"] = graph_us(prepare, to_prepare)
     times["scan_us"] = graph_us(scan, [(tuple(run_prepare(*one)), plan, layer, pool, out) for one in to_prepare])
-    moved = tokens * token_bytes + 2 * batch * heads * WIDTH * WIDTH * 4
-    floor = moved / COPY_BYTES_PER_S * 1e6
-    return {name: round(us, 1) for name, us in (times | {"floor_us": floor}).items()}
+    return {name: round(us, 1) for name, us in (times | floor).items()}
 
 
 if __name__ == "__main__":

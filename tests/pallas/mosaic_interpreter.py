@@ -1,8 +1,8 @@
-"""The Mosaic GPU interpreter of the pinned JAX, taught the two things our kernels need that it lacks.
+"""The Mosaic GPU interpreter of the pinned JAX, taught the three things our kernels need that it lacks.
 
-It looks up both operands of `wgmma` in its shared memory; Hopper also takes the left one from registers. And it has no
-stores into the shared memory of another block of a cluster (`cluster_store`). Products of either generation may
-overflow where they are masked afterwards.
+It looks up both operands of `wgmma` in its shared memory; Hopper also takes the left one from registers. It has no
+stores into the shared memory of another block of a cluster (`cluster_store`), and no counters in global memory
+(`counted_tiles`). Products of either generation may overflow where they are masked afterwards.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cluster_store
+import counted_tiles
 import jax
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -53,4 +54,5 @@ def interpreter(detect_races: bool = True) -> plgpu.InterpretGPUParams:
     gpu_callbacks.wgmma = gpu_callbacks.fail_on_exception(_wgmma)
     setattr(gpu_callbacks.TcGen05Mma, "__call__", _tcgen05_mma)  # noqa: B010
     cluster_store.install()
+    counted_tiles.install()
     return plgpu.InterpretGPUParams(detect_races=detect_races)
