@@ -89,6 +89,9 @@ class Readers(NamedTuple):
 
     tell: Callable[[Array, Array], None]  # that all of a tile and head that this warpgroup stores has been stored
     live_tiles: Callable[[], Array]  # the first so many tiles have rows
+    half_done: (
+        object  # barrier between the pairs: the second one begins when the first is half done with its first tile
+    )
 
 
 def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, finish_previous, v_head) -> None:
@@ -155,7 +158,10 @@ def prepare_share(
     is_interpreted,
     readers: Readers | None = None,
 ) -> None:
-    """What one of `blocks` prepares, the first ones of the grid; readers are told of a tile during the next one."""
+    """What one of `blocks` prepares, the first ones of the grid.
+
+    Readers are told of a pair's first tile at once, of any other during the next one: then nothing waits for its writes.
+    """
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
     q, k, _values, gate, _a_log, bias, beta, token, rows, _relative_sums, sums, *_outputs = refs
@@ -198,6 +204,9 @@ def prepare_share(
             s = of_pair(buffers, pair ^ varying_zero, generation) | own
 
             def fetch_next():
+                if readers is not None:
+                    half_done = readers.half_done
+                    pl.when((turn == 0) & (pair == 0))(lambda: plgpu.barrier_arrive(half_done))
                 if ahead:
                     fetch(s, turn + 1, _Unit(*place(turn + 1), *following))
 
@@ -205,22 +214,33 @@ def prepare_share(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=readers is None)
                 if readers is not None:  # the tile before has rows, as this one has
                     tell = readers.tell
-                    pl.when(turn > 0)(lambda: tell(*place(turn - 1)))
+                    pl.when(turn > 1)(lambda: tell(*place(turn - 1)))
 
             if not ahead:
                 pl.when(side == QUERY_SIDE)(lambda: fetch(s, turn, unit))
             _prepare_tile(refs, s, side, turn, unit, fetch_next, finish_previous, unit.head + first_heads[2])
+            if readers is not None:
+                tell = readers.tell
+
+                @pl.when(turn == 0)
+                def _():
+                    plgpu.wait_smem_to_gmem(0)
+                    tell(unit.tile, unit.head)
 
         return following
 
     found = find(0)
+    if readers is not None:
+        half_done = readers.half_done
+        # If the second pair has a tile, so has the first one, an earlier one.
+        pl.when((pair == 1) & (found[1] > 0))(lambda: plgpu.barrier_wait(half_done))
     if ahead:
         pl.when(side == QUERY_SIDE)(lambda: fetch(s, 0, _Unit(*place(0), *found)))
     lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, found)
     plgpu.wait_smem_to_gmem(0)
     if readers is not None:
         turns = lax.div(readers.live_tiles() * heads - first_unit + stride - 1, jnp.int32(stride))
-        pl.when(turns > 0)(lambda: readers.tell(*place(turns - 1)))
+        pl.when(turns > 1)(lambda: readers.tell(*place(turns - 1)))
 
 
 def sums(generation: Generation = "hopper") -> tuple[np.ndarray, np.ndarray]:

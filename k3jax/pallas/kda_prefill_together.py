@@ -156,7 +156,7 @@ def build(
                 ahead=ahead,
                 generation="hopper",
                 is_interpreted=interpret is not None,
-                readers=Readers(tell, live_tiles),
+                readers=Readers(tell, live_tiles, s["half_done"]),
             )
 
         def scan(*buffers) -> None:
@@ -187,6 +187,7 @@ def build(
             **{f"prepare_{name}": barrier for name, barrier in prepare_barriers.items()},
             **scan_barriers,
             "outputs_consumed": plgpu.Barrier(num_barriers=output_stages),
+            "half_done": plgpu.Barrier(),
             "finished": plgpu.Barrier(num_arrivals=_WARPGROUPS),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
