@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +89,7 @@ class Readers(NamedTuple):
 
     tell: Callable[[Array, Array], None]  # that all of a tile and head that this warpgroup stores has been stored
     live_tiles: Callable[[], Array]  # the first so many tiles have rows
-    half_done: (
-        object  # barrier between the pairs: the second one begins when the first is half done with its first tile
-    )
+    half_done: Any  # barrier of the pairs: the second one begins when the first is half done with its first tile
 
 
 def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, finish_previous, v_head) -> None:
@@ -160,7 +158,7 @@ def prepare_share(
 ) -> None:
     """What one of `blocks` prepares, the first ones of the grid.
 
-    Readers are told of a pair's first tile at once, of any other during the next one: then nothing waits for its writes.
+    Readers are told of a pair's first tile at once, of any other during the next one, when its writes are over.
     """
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
