@@ -65,7 +65,7 @@ class PrefillTiles:
     stages: int = 3  # tiles a block of the scan holds for the state side
     output_stages: int = 3  # and for the output side
     ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
-    scan_blocks: int = 0  # at most, of one launch whose other blocks prepare; 0 takes two launches
+    scan_blocks: int = 0  # at most, of one launch whose other blocks prepare; see `in_one_launch`
     generation: Generation = "hopper"  # of the tensor cores
 
     def __post_init__(self) -> None:
@@ -77,6 +77,14 @@ class PrefillTiles:
             raise ValueError(f"scan_blocks={self.scan_blocks}: must be 0 or leave blocks that prepare")
         if self.scan_blocks and self.generation != "hopper":
             raise ValueError(f"scan_blocks={self.scan_blocks}: one launch is written for Hopper alone")
+
+    def in_one_launch(self, heads: int) -> bool:
+        """Whether one launch prepares and scans: if all chains of a sequence can run at once.
+
+        Tiles are prepared in their order, each for all heads, so a chain that had to wait for others of its sequence
+        would begin when all has been prepared.
+        """
+        return heads * kda_prefill_together.PARTS <= self.scan_blocks
 
 
 SWEEP = (  # first two launches and one, else alike
@@ -116,7 +124,7 @@ def kda_prefill(
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
     num_tiles, num_sequences = plan.token.shape[0], plan.slots.shape[0]
     sums = map(jnp.asarray, kda_prefill_prepare.sums(tiles.generation))
-    if tiles.scan_blocks:
+    if tiles.in_one_launch(heads):
         run = together(num_tiles, num_sequences, heads, tiles, first_heads, interpret)
         counters = jax.new_ref(kda_prefill_together.make_counters(num_tiles, heads))
         run(q, k, v, gate, a_log, dt_bias, beta, plan, layer, pool, out, counters, *sums)

@@ -27,10 +27,10 @@ from k3jax.pallas.kda_prefill_prepare import Readers, prepared_shapes
 from k3jax.pallas.kda_prefill_products import HopperProducts
 from k3jax.pallas.kda_scan import Chain, Place
 
-_PARTS = WIDTH // CHUNK  # halves of V
+PARTS = WIDTH // CHUNK  # halves of V
 _WARPGROUPS = 2 * PAIRS
 _STORED = 2  # warpgroups that count a tile of a head once they have stored it
-_PARTICIPANTS = _STORED + 2 * _PARTS  # and those that count it once they have seen it
+_PARTICIPANTS = _STORED + 2 * PARTS  # and those that count it once they have seen it
 # Registers a thread of each warpgroup; in a scan those of the state, of the outputs and those that fetch.
 _PREPARE_REGISTERS = 128
 _REGISTERS = (224, 152, 64, 64)
@@ -89,14 +89,12 @@ def _scan_in_turn(chain_of: Callable, first, stride: int, scans, finished) -> No
 
 def _place(scan, is_live: list, heads: int) -> Place:
     """The chain of number `scan` among those of sequences that have tiles."""
-    rank = lax.div(scan, jnp.int32(heads * _PARTS))
+    rank = lax.div(scan, jnp.int32(heads * PARTS))
     sequence, before = jnp.int32(0), jnp.int32(0)
     for index, live in enumerate(is_live):
         sequence = jnp.where((live > 0) & (before == rank), index, sequence)
         before += live
-    return Place(
-        sequence, lax.rem(lax.div(scan, jnp.int32(_PARTS)), jnp.int32(heads)), lax.rem(scan, jnp.int32(_PARTS))
-    )
+    return Place(sequence, lax.rem(lax.div(scan, jnp.int32(PARTS)), jnp.int32(heads)), lax.rem(scan, jnp.int32(PARTS)))
 
 
 def _split(scratch: dict) -> tuple[dict, dict]:
@@ -125,7 +123,7 @@ def build(
     `pool` and `out` are written, `counters` as `make_counters` are 0 before and after. What it returns is only where
     tiles pass through. At most `scan_blocks` blocks scan. The rest is as in `kda_prefill_prepare` and `kda_scan`.
     """
-    units, max_scans = num_tiles * heads, num_sequences * heads * _PARTS
+    units, max_scans = num_tiles * heads, num_sequences * heads * PARTS
     scanners = min(scan_blocks, max_scans)
     preparers = min(kda_prefill_prepare.MULTIPROCESSORS["hopper"] - scanners, units)
     prepare_memory, prepare_barriers = _split(kda_prefill_memory.scratch())
@@ -167,7 +165,7 @@ def build(
                 refs = (*prepared, plan, layer, pool, out)
                 return _FedChain(refs, counters, memory, _place(scan, is_live, heads), stages, output_stages)
 
-            scans = sum(is_live) * (heads * _PARTS)
+            scans = sum(is_live) * (heads * PARTS)
             _scan_in_turn(chain_of, block - preparers, scanners, scans, s["finished"])
 
         def with_memory(work: Callable, memory: dict) -> Callable:

@@ -1,8 +1,8 @@
 """Time KDA prefill at K3's shapes on a GPU: one JSON line per shape and tiling.
 
 By CUDA graph, as the peers are timed: many calls over inputs larger than the L2 cache; `prepare_us` and `scan_us` are
-the two kernels alone, where there are two. `--sweep` times every tiling, otherwise the one the op takes. `floor_us`
-counts the inputs and outputs once, and two states a sequence.
+the two kernels alone, where there are two. `--sweep` times every tiling, `--both` the op's in two launches and in one,
+otherwise it is the op's. `floor_us` counts the inputs and outputs once, and two states a sequence.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ def main() -> None:
         action="append",
         help="heads,batch,tokens of each; repeat for several",
     )
-    parser.add_argument("--sweep", action="store_true", help="time every tiling")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--sweep", action="store_true", help="time every tiling")
+    which.add_argument("--both", action="store_true", help="time two launches and one")
     parser.add_argument("--export", type=whole(0), default=0, help="offset at which every sequence exports its state")
     args = parser.parse_args()
     for heads, batch, tokens in args.shape or SHAPES:
-        for tiles in SWEEP if args.sweep else SWEEP[:1]:
+        for tiles in SWEEP if args.sweep else SWEEP[: 2 if args.both else 1]:
             row = {"op": "kda_prefill", "heads": heads, "batch": batch, "seq": tokens, "export": args.export}
             row |= dataclasses.asdict(tiles)
             try:
@@ -90,7 +92,7 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
     ]
     sums = tuple(map(tensor, kda_prefill_prepare.sums()))
 
-    if tiles.scan_blocks:
+    if tiles.in_one_launch(heads):
         in_one_launch = together(plan.token.shape[0], batch, heads, tiles)
         counters = torch.zeros(plan.token.shape[0], heads, device="cuda", dtype=torch.int32)
 

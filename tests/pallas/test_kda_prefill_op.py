@@ -81,7 +81,7 @@ def test_one_key_over_and_over_stays_as_accurate_however_long(make_op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan_blocks", [0, 3])
+@pytest.mark.parametrize("scan_blocks", [0, 5])
 def test_cuts_on_the_grid_company_and_exports_change_no_bit(op, scan_blocks):
     found = changes_no_bit(functools.partial(op, scan_blocks=scan_blocks), np.random.default_rng())
     assert all(found.values()), found

@@ -44,12 +44,13 @@ def test_telling_of_tiles_before_their_writes_are_over_is_a_race(fresh_kernels, 
 
 @pytest.mark.slow
 def test_blocks_that_prepare_and_scan_several_tiles_and_chains_in_turn(fresh_kernels, monkeypatch):
-    """One block prepares everything, another scans all chains."""
-    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", {"hopper": 2})
+    """One block prepares everything, another four scan all chains."""
+    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", {"hopper": 5})
     case = PrefillCase(name="in turn", lengths=(70, 0, 5), starts=(3, 9, 0), export_offsets=(64, 0, 0), heads=2)
     inputs = make_inputs(case, seed=int(np.random.default_rng().integers(2**32)))
     # Without races detected: see `test_a_block_prepares_tile_after_tile_with_both_of_its_pairs`.
-    tiles = PrefillTiles(stages=2, output_stages=2, scan_blocks=1)
+    tiles = PrefillTiles(stages=2, output_stages=2, scan_blocks=4)
+    assert tiles.in_one_launch(case.heads)
     verdict = judge(case, inputs, *run(inputs, tiles, interpreter(detect_races=False)))
     assert verdict.passed, verdict
 
@@ -73,6 +74,12 @@ def test_one_launch_gives_the_bits_of_two_and_leaves_its_counters_for_the_next(f
         assert not np.asarray(counters[...]).any()
         one = np.asarray(out[...], np.float32), np.asarray(pool[...])
         assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, two, strict=True))
+
+
+def test_chains_of_a_sequence_run_at_once_or_in_a_second_launch():
+    assert not PrefillTiles().in_one_launch(1)
+    assert PrefillTiles(scan_blocks=24).in_one_launch(12)
+    assert not PrefillTiles(scan_blocks=23).in_one_launch(12)
 
 
 def test_scans_leave_blocks_that_prepare():
