@@ -38,6 +38,7 @@ from k3jax.pallas.kda_verify_registers import (
     store_transposed,
     sync_warpgroup,
 )
+from k3jax.pallas.kda_verify_scores import store_scores
 from k3jax.pallas.shared_memory import swizzled
 from k3jax.pallas.tensor_cores import Generation
 
@@ -62,6 +63,7 @@ class VerifyTiles:
     lanes_per_row: int  # lanes that share a token: 8 or 16
     tokens_per_step: int  # columns computed at a time
     is_staged: bool = False  # state through shared memory by TMA; otherwise straight into registers
+    stores_scores_last: bool = False  # when all columns are summed; else column by column, `tokens_per_step` of them
     generation: Generation = "hopper"
 
     def __post_init__(self) -> None:
@@ -289,6 +291,10 @@ def verify_kernel(
             return from_start
 
         def score(part, vectors):  # B of queries, A of keys
+            if tiles.stores_scores_last:
+                columns = memory.columns, tokens, tiles.lanes_per_row, interpret is not None
+                store_scores(memory.scores.at[part], vectors, *columns)
+                return
             width = 4 * tiles.lanes_per_row  # channels that one register of every lane covers: sums without a tree
             pieces = {first: vectors[:, first : first + width] for first in range(0, HEAD_DIM, width)}
             token = plgpu.broadcasted_iota(jnp.int32, (MAX_TOKENS,), 0, layout=layout.reduce(1))
@@ -326,7 +332,7 @@ def verify_kernel(
             own = pl.ds(which * _HALF, _HALF)
             refs = [memory.state.at[own, pl.ds(half * _HALF, _HALF)] for half in range(2)]
             loaded = [plgpu.load(ref, layout=plgpu.Layout.WGMMA) for ref in refs]
-            return [split_in_pairs(x, interpret is not None) for x in loaded]
+            return [split_in_pairs(x, interpret is not None, tiles.stores_scores_last) for x in loaded]
 
         def multiply_pieces(which: int, first, second):
             """`multiply_state` on Blackwell, of a half of the value rows: `first` is split by now.

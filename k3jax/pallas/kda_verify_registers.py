@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +32,19 @@ sub.f32 b, $3, b;
 cvt.rn.bf16x2.f32 $1, b, a;
 }"""
 
+# What no compiler can leave out, and costs one instruction: it needs all words of a split, and so they stand before it.
+_HOLD = """{
+.reg .pred p;
+setp.eq.u32 p, $0, 1;
+@p nanosleep.u32 0;
+}"""
 
-def split_in_pairs(x: jax.Array, is_interpreted: bool) -> tuple[jax.Array, jax.Array]:
-    """`split` of a matrix in wgmma's layout, by six instructions for two values: the barrier of `split` costs four."""
+
+def split_in_pairs(x: jax.Array, is_interpreted: bool, stays: bool = False) -> tuple[jax.Array, jax.Array]:
+    """`split` of a matrix in wgmma's layout, by six instructions for two values: the barrier of `split` costs four.
+
+    Where it `stays`, it is done before the next wait: the compiler otherwise does it behind that, where others wait.
+    """
     if is_interpreted:
         return split(x)
     result = plgpu.ShapeDtypeStruct(x.shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA)
@@ -40,13 +52,15 @@ def split_in_pairs(x: jax.Array, is_interpreted: bool) -> tuple[jax.Array, jax.A
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(result, result))
     def pieces(_, x):
         word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-        arrays = np.empty_like(x.registers), np.empty_like(x.registers)
+        arrays, words = (np.empty_like(x.registers), np.empty_like(x.registers)), []
         for index, register in np.ndenumerate(x.registers):
             values = [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
-            for array, half in zip(
-                arrays, mgpu.utils.inline_ptx(_SPLIT_TWO, *values, result_types=(word, word)), strict=True
-            ):
+            halves = mgpu.utils.inline_ptx(_SPLIT_TWO, *values, result_types=(word, word))
+            for array, half in zip(arrays, halves, strict=True):
                 array[index] = mgpu.utils.bitcast(half, pair)
+            words += halves
+        if stays:
+            mgpu.utils.inline_ptx(_HOLD, functools.reduce(arith.ori, words), has_side_effects=True)
         return tuple(mgpu.FragmentedArray(_registers=a, _layout=x.layout, _is_signed=None) for a in arrays)
 
     return pieces(x)  # pyright: ignore[reportCallIssue]

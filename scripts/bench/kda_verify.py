@@ -9,6 +9,7 @@ otherwise the default. `launch_us` is the same graph with every row dead: what a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import pathlib
@@ -33,7 +34,14 @@ BARS_US = {1: (6.0, 4.5), 4: (7.0, 5.5), 16: (12.0, 9.0), 64: (36.0, 26.0)}  # m
 SWEEP = tuple(
     VerifyTiles(warpgroups_per_head=warpgroups, lanes_per_row=8, tokens_per_step=step)
     for warpgroups, step in ((4, 9), (4, 3), (2, 3), (2, 9))
-) + (VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, is_staged=True),)
+)
+_STAGED = VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, is_staged=True)
+SWEEP += (
+    _STAGED,
+    dataclasses.replace(_STAGED, lanes_per_row=16, stores_scores_last=True),
+    dataclasses.replace(_STAGED, stores_scores_last=True),
+    dataclasses.replace(SWEEP[2], stores_scores_last=True),
+)
 
 
 def main() -> None:

@@ -43,10 +43,13 @@ def check_verify(only_small: bool = False) -> bool:
     passed = [_report(f"verify, {case.name}", run_verify(case, _rng())) for case in kda_verify_cases.CASES]
     if only_small:
         return all([*passed, *(_report(f"commit, {c.name}", run_commit(c, _rng())) for c in kda_commit_cases.CASES)])
-    for warpgroups, is_staged in ((4, False), (4, True), (2, False)):
-        tiles = dataclasses.replace(kda_verify.tiles_for(1), warpgroups_per_head=warpgroups, is_staged=is_staged)
+    four, two = (dataclasses.replace(kda_verify.tiles_for(1), warpgroups_per_head=n) for n in (4, 2))
+    staged = dataclasses.replace(four, is_staged=True)
+    wide = dataclasses.replace(staged, lanes_per_row=16)
+    for tiles in (four, staged, two, *(dataclasses.replace(x, stores_scores_last=True) for x in (staged, wide, two))):
         for case in kda_verify_cases.GPU_CASES:
-            name = f"verify, {tiles.heads} heads a block, {'staged, ' * is_staged}{case.name}"
+            kind = "staged, " * tiles.is_staged + "scores last, " * tiles.stores_scores_last
+            name = f"verify, {tiles.heads} heads a block, {tiles.lanes_per_row} lanes, {kind}{case.name}"
             passed.append(_report(name, run_verify(case, _rng(), tiles)))
     commits = (*kda_commit_cases.CASES, *kda_commit_cases.GPU_CASES)
     return all([*passed, *(_report(f"commit, {case.name}", run_commit(case, _rng())) for case in commits)])
