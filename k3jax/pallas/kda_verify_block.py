@@ -292,8 +292,8 @@ def verify_kernel(
 
         def score(part, vectors):  # B of queries, A of keys
             if tiles.stores_scores_last:
-                columns = memory.columns, tokens, tiles.lanes_per_row, interpret is not None
-                store_scores(memory.scores.at[part], vectors, *columns)
+                of_columns = memory.columns, tokens, tiles.lanes_per_row, interpret is not None
+                store_scores(memory.scores.at[part], vectors, *of_columns)
                 return
             width = 4 * tiles.lanes_per_row  # channels that one register of every lane covers: sums without a tree
             pieces = {first: vectors[:, first : first + width] for first in range(0, HEAD_DIM, width)}
