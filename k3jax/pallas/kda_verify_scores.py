@@ -2,14 +2,12 @@
 
 A column by itself is loaded, multiplied, summed by a chain of shuffles and stored before the next one is loaded,
 because the compiler moves no load before a store that might be to the same place: 330 cycles a column. Here nothing is
-stored before everything is summed, and lanes halve the number of columns with each shuffle instead of all holding
-every sum: L lanes sum n columns by about n shuffles instead of n log2 L, and hold a column each at the end.
+stored before everything is summed, and at the end every lane holds a column of its own (`lane_sums`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +18,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, memref, vector
 
 from k3jax.pallas import kda_channels as channels
+from k3jax.pallas.lane_sums import gather_sums
 
 _VECTOR = 4  # neighbouring channels of a lane
 
@@ -69,21 +68,6 @@ def store_scores(scores, vectors: jax.Array, columns, num: int, lanes_per_row: i
                 memref.store(kept, scores, _indices(column, token))
 
     store(scores, vectors, columns)  # pyright: ignore[reportCallIssue]
-
-
-def gather_sums(values: Sequence, lane, lanes: int) -> list:
-    """Sums of `values` over `lanes` neighbouring lanes: number m of lane i is the sum of values[m lanes + i]."""
-    values, distance = list(values), 1
-    while distance < lanes:
-        is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, _int(distance)), _int(0))
-        halved = []
-        for even, *odd in (values[i : i + 2] for i in range(0, len(values), 2)):
-            kept = sent = even
-            if odd:
-                kept, sent = arith.select(is_odd, odd[0], even), arith.select(is_odd, even, odd[0])
-            halved.append(arith.addf(kept, utils.shfl_bfly(sent, distance)))
-        values, distance = halved, 2 * distance
-    return values
 
 
 def _indices(*values):

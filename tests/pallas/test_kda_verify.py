@@ -9,7 +9,7 @@ import pytest
 from mosaic_interpreter import interpreter
 
 from k3jax import presets
-from k3jax.pallas import kda_verify, kda_verify_cases, kda_verify_scores
+from k3jax.pallas import kda_verify, kda_verify_cases
 from k3jax.pallas.kda_decode_runs import run_verify
 from k3jax.pallas.kda_verify import VerifyTiles
 from k3jax.pallas.kda_verify_registers import rounded
@@ -74,24 +74,6 @@ def test_scores_stored_last_give_the_same(case, capsys):
 @pytest.mark.parametrize("tiles", [SCORES_LAST, dataclasses.replace(TWO_HEADS, stores_scores_last=True)])
 def test_scores_stored_last_lower_for_hopper(tiles):
     assert "mosaic_gpu" in kda_lowering.verify(tiles)
-
-
-@pytest.mark.parametrize(("lanes", "columns"), [(8, 9), (8, 1), (16, 9), (16, 16), (8, 16)])
-def test_a_column_of_each_lane_is_its_sum_over_lanes(lanes, columns, monkeypatch):
-    """The halving of columns with each shuffle, on numpy in place of the registers of a warp's 32 lanes."""
-    lane = np.arange(32)
-    values = rng().standard_normal((columns, 32))
-    monkeypatch.setattr(kda_verify_scores.utils, "shfl_bfly", lambda x, distance: x[lane ^ distance])
-    for name, function in (("andi", np.bitwise_and), ("select", np.where), ("addf", np.add)):
-        monkeypatch.setattr(kda_verify_scores.arith, name, function)
-    monkeypatch.setattr(kda_verify_scores.arith, "cmpi", lambda predicate, a, b: a != b)
-    monkeypatch.setattr(kda_verify_scores, "_int", int)
-    gathered = kda_verify_scores.gather_sums(list(values), lane, lanes)
-    want = values.reshape(columns, -1, lanes).sum(axis=2).repeat(lanes, axis=1)  # of the lane's own group
-    for turn, value in enumerate(gathered):
-        column = turn * lanes + lane % lanes
-        is_real = column < columns
-        np.testing.assert_allclose(value[is_real], want[column[is_real], lane[is_real]], rtol=1e-12)
 
 
 @pytest.mark.parametrize(
