@@ -25,6 +25,7 @@ TWO_HEADS = VerifyTiles(warpgroups_per_head=2, lanes_per_row=8, tokens_per_step=
 BLACKWELL = VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, generation="blackwell")
 STAGED = VerifyTiles(warpgroups_per_head=4, lanes_per_row=8, tokens_per_step=9, is_staged=True)
 SCORES_LAST = dataclasses.replace(STAGED, lanes_per_row=16, stores_scores_last=True)
+FORMS = {"a state through shared memory": STAGED, "scores stored last": SCORES_LAST, "on Blackwell": BLACKWELL}
 
 
 def assert_passes(case, capsys, tiles=None) -> None:
@@ -52,37 +53,20 @@ def test_two_heads_a_block_give_the_same(case, capsys):
     assert_passes(case, capsys, TWO_HEADS)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "case",
     [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1:], LONG[2]))],
     ids=lambda case: case.name,
 )
-def test_a_state_through_shared_memory_gives_the_same(case, capsys):
-    assert_passes(dataclasses.replace(case, heads=1), capsys, STAGED)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1:], LONG[2]))],
-    ids=lambda case: case.name,
-)
-def test_scores_stored_last_give_the_same(case, capsys):
-    assert_passes(dataclasses.replace(case, heads=1), capsys, SCORES_LAST)
+def test_other_forms_give_the_same(case, form, capsys):
+    assert_passes(dataclasses.replace(case, heads=1), capsys, FORMS[form])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [SCORES_LAST, dataclasses.replace(TWO_HEADS, stores_scores_last=True)])
 def test_scores_stored_last_lower_for_hopper(tiles):
     assert "mosaic_gpu" in kda_lowering.verify(tiles)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES[1:], LONG[2]))],
-    ids=lambda case: case.name,
-)
-def test_blackwells_products_give_the_same(case, capsys):
-    assert_passes(dataclasses.replace(case, heads=1), capsys, BLACKWELL)
 
 
 def test_an_odd_number_of_heads_leaves_half_a_block_idle(capsys):
