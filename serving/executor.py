@@ -122,18 +122,20 @@ class DeviceExecutor:
         store: StateStore | None = None,
         shapes: Iterable[StepShape] | None = None,
         measures_costs: bool = False,
+        settings: Mapping[str, object] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Compile every bucket and allocate the pools. `params` are the loaded stacks; they are consumed.
 
         `store` takes what leaves the device; without one `transfer` cannot be used. `shapes` are the buckets to compile
         when not all that the limits call for are wanted; a plan that fits none is rejected. `measures_costs` fills in
-        `limits.step_costs` of a program with drafts.
+        `limits.step_costs` of a program with drafts. `settings` is what flags came to, for `info`.
         """
         self.limits = limits
         self._program = program
         self._cache = cache
         self._kernels = kernels
+        self._settings = dict(settings or {})
         self._params = program.prepare(params)
         self._replicated = NamedSharding(program.mesh, REPLICATED)
         self._watch = CompileWatch()
@@ -313,7 +315,7 @@ class DeviceExecutor:
             self._pools, self._rows = self._fresh_state()
 
     def info(self) -> dict[str, object]:
-        """Device, dtype, mesh, programs, kernels."""
+        """Device, dtype, mesh, programs, kernels, and what flags came to."""
         device = self._program.mesh.devices.flat[0]
         report = self.compile_report
         return {
@@ -329,6 +331,7 @@ class DeviceExecutor:
             "compile_seconds": round(report.seconds, 1),
             "compiles_after_ready": self.compiles_after_ready,
             "kernels": {choice.op: f"{choice.backend}: {choice.reason}" for choice in self._kernels},
+            "settings": self._settings,
         }
 
     def _name(self, shape: StepShape) -> str:

@@ -30,6 +30,7 @@ from serving.core.types import ExecutorLimits
 from serving.executor import DeviceExecutor
 from serving.executor_identity import state_identity, weights_revision
 from serving.executor_limits import limits_of
+from serving.executor_settings import settings_in_effect
 from serving.sizing import MEMORY_FRACTION, plan_sizes
 from serving.state.store import HostMemoryStore
 
@@ -126,6 +127,14 @@ def build_executor(
         cache=folder,
         store=store,
         measures_costs=config.adaptive_verification is not False,
+        settings=settings_in_effect(
+            config,
+            program,
+            kernels,
+            draft_folder=draft_folder,
+            cache=folder,
+            memory_fraction=_memory_fraction(config) if platform == "gpu" else None,
+        ),
         progress=report,
     )
 

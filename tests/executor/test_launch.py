@@ -30,8 +30,9 @@ TREE = params.abstract(CONFIG)
 class Captured(FakeExecutor):
     """Stands in for the compiled programs: keeps what it was built from."""
 
-    def __init__(self, program, weights, limits, *, kernels, cache, store, measures_costs, progress):
+    def __init__(self, program, weights, limits, *, kernels, cache, store, measures_costs, settings, progress):
         super().__init__(limits)
+        self.settings = settings
         self.program, self.weights, self.kernels, self.cache, self.store = program, weights, kernels, cache, store
         self.measures_costs = measures_costs
 

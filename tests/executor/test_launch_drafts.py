@@ -1,5 +1,6 @@
 """From flags to an engine with a draft: what is loaded, what it changes, and what is refused at start and why."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -105,3 +106,30 @@ def test_a_folder_that_is_not_there_is_named(monkeypatch, model, tmp_path):
 def test_a_model_is_no_draft(monkeypatch, model):
     with pytest.raises(ValueError, match="this is not a draft"):
         build(monkeypatch, model, draft=str(model))
+
+
+def test_what_the_flags_of_speculation_came_to_is_told(monkeypatch, model, draft):
+    """D68."""
+    names = ("draft", "draft_tokens", "state_rollback", "rejection_sampling", "adaptive_verification")
+
+    def told(**flags) -> tuple:
+        settings = build(monkeypatch, model, **flags).settings
+        return tuple(settings[name] for name in names)
+
+    assert told() == told(draft="none") == ("none", None, None, None, None)
+    assert told(draft=str(draft)) == (str(draft), 7, "replay", "standard", True)
+    flags = {"draft_tokens": 3, "state_rollback": "snapshot", "rejection_sampling": "block"}
+    given = told(draft=str(draft), adaptive_verification=False, **flags)
+    assert given == (str(draft), 3, "snapshot", "block", False)
+
+
+def test_every_setting_that_is_left_open_is_told(monkeypatch, model, draft, tmp_path):
+    """D68: but for those that the limits tell, and those that nothing on a CPU depends on."""
+    told = build(monkeypatch, model, draft=str(draft), compile_cache=str(tmp_path)).settings
+    of_limits = {"max_model_len", "max_num_seqs", "max_step_tokens", "num_pages", "num_slots", "reserve_draft_slots"}
+    of_http = {"served_model_name", "api_key"}
+    open_settings = {f.name for f in dataclasses.fields(ServeConfig) if f.default in (None, "auto")}
+    assert open_settings - of_limits - of_http - {"load_format"} == set(told)
+    assert {name for name, value in told.items() if value in (None, "auto")} == {"memory_fraction", "moe_finalize"}
+    assert (told["dtype"], told["kernels"], told["shard_latents"]) == ("float32", "xla", "off")
+    assert told["compile_cache"] == str(tmp_path)
