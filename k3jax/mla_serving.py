@@ -22,6 +22,8 @@ from k3jax.layers import wide, wide_dtype
 
 BLOCK_PAGES = 4  # context pages per step of the running softmax
 QUERY_TILE = 64
+LARGE_BLOCK_PAGES = 16  # the same for GPUs
+LARGE_QUERY_TILE = 512
 
 
 class PageWrites(NamedTuple):
@@ -138,6 +140,64 @@ def prefill(
         blocks = (first + tile.rows + block - 1) // block
         mixed = jnp.moveaxis(lax.fori_loop(0, blocks, attend, start).value(), 0, 1)
         return write_rows(out, mla.gate_output(mixed, gate), tile._replace(token=token))
+
+    return lax.fori_loop(0, plan.count, visit, out)
+
+
+def prefill_in_large_tiles(
+    params: dict,
+    projected: mla.Projected,
+    pool: Array,
+    layer: int,
+    page_table: Int[Array, "rows P"],
+    chunks: Chunks,
+    out: Array,
+    config: K3Config,
+) -> Array:
+    """`prefill` in fewer and longer products, for GPUs: there a small tile's product takes a launch.
+
+    Operands of the products stay narrow where the model is, sums and softmax are wide. The tiles are as long as the
+    token axis where that is shorter, so it needs no tokens after the last live one.
+    """
+    size = min(LARGE_QUERY_TILE, out.shape[0])
+    plan = tiles.schedule(chunks.cu_seqlens, size)
+    block = LARGE_BLOCK_PAGES * PAGE_SIZE
+    missing_pages = -page_table.shape[1] % LARGE_BLOCK_PAGES
+    page_table = jnp.pad(page_table, ((0, 0), (0, missing_pages)))
+    dtype, softmax_dtype = projected.gate.dtype, wide_dtype(projected.gate.dtype)
+    scale = config.qk_head_dim**-0.5
+
+    def product(subscripts: str, left, right) -> Array:
+        if dtype == softmax_dtype:
+            return mla._einsum(subscripts, left, right)
+        return jnp.einsum(subscripts, left.astype(dtype), right, preferred_element_type=softmax_dtype)
+
+    def visit(index, out):
+        tile = plan.tile(index)
+        token = chunks.first_token + tile.token
+        start = jnp.minimum(token, out.shape[0] - size)
+        at_query = jnp.arange(size) - (token - start)
+        first = chunks.starts[tile.sequence] + tile.offset
+        positions = first + at_query
+        query, gate, old = (lax.dynamic_slice_in_dim(x, start, size) for x in (projected.q, projected.gate, out))
+        pages = page_table[chunks.rows[tile.sequence]]
+
+        def attend(step, softmax: RunningSoftmax) -> RunningSoftmax:
+            own = lax.dynamic_slice_in_dim(pages, step * LARGE_BLOCK_PAGES, LARGE_BLOCK_PAGES)
+            cached = pool[layer, own].reshape(block, -1)
+            at = step * block + jnp.arange(block)
+            cached = jnp.where((at < first + tile.rows)[:, None], cached, 0).astype(dtype)
+            keys, values = mla.expand(cached, params["kv_b"], config)
+            scores = product("qhd,shd->hqs", query, keys) * scale
+            scores = jnp.where(at <= positions[:, None], scores, -jnp.inf)
+            return softmax.add(scores, lambda p: product("hqs,shv->hqv", p, values))
+
+        empty = RunningSoftmax.empty((query.shape[1], size), config.v_head_dim, softmax_dtype)
+        blocks = (first + tile.rows + block - 1) // block
+        mixed = jnp.moveaxis(lax.fori_loop(0, blocks, attend, empty).value(), 0, 1)
+        live = (at_query >= 0) & (at_query < tile.rows)
+        fresh = mla.gate_output(mixed, gate).astype(out.dtype)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(live[:, None], fresh, old), start, 0)
 
     return lax.fori_loop(0, plan.count, visit, out)
 

@@ -165,6 +165,8 @@ def choose(situation: Situation, kernels: Kernels = "auto") -> tuple[Ops, tuple[
     else:
         taken["mla_verify"] = mla_verify.verify_by_token
         reasons["mla_verify"] = "every token is a decode row: no loop over rows"
+        taken["mla_prefill"] = mla_serving.prefill_in_large_tiles
+        reasons["mla_prefill"] = "no kernel yet; few long products instead of many short ones"
         taken |= {"when_wanted": branches.unless_small, "repeat": branches.unrolled}
         reasons |= dict.fromkeys(("when_wanted", "repeat"), "a step's graph is sent off faster without branches")
     running = set()
