@@ -7,8 +7,16 @@ and shown at /server_info. No device, mesh or environment access happens here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import math
+import numbers
+import operator
+import os
 import pathlib
+import reprlib
+import typing
 from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -56,6 +64,7 @@ BOUNDS = {
 }
 MAX_HOST_CACHE_GB = 65536
 MAX_STRIDE = BOUNDS["max_model_len"][1]
+PATH_SETTINGS = ("model", "draft", "compile_cache")  # Python callers may give a pathlib.Path
 DRAFT_SETTINGS = ("draft_tokens", "state_rollback", "rejection_sampling", "adaptive_verification")
 
 
@@ -75,7 +84,7 @@ class ServeConfig:
     """The settings of one server.
 
     Raises:
-        ConfigError: a value is out of range, or a flag could not have any effect beside the others.
+        ConfigError: a value is of another type or out of range, or a flag could not have any effect beside the others.
     """
 
     model: str = setting("demo", "model", "`demo`, or the folder of a checkpoint", metavar="demo|PATH")
@@ -233,6 +242,8 @@ class ServeConfig:
     log_level: str = setting("info", "http", "`debug` adds one line per HTTP request", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(field, getattr(self, field.name)))
         self._check_choices()
         self._check_ranges()
         self._check_combinations()
@@ -257,13 +268,37 @@ class ServeConfig:
     @property
     def draft_exclusion(self) -> str | None:
         """The setting that excludes drafts, and why."""
+        return next((f"{self.shown(name)}, {why}" for name, why in self._draft_exclusions().items()), None)
+
+    def _draft_exclusions(self) -> dict[str, str]:
+        """All settings that exclude drafts, and why; random weights only the demo's own."""
+        exclusions = {}
         if self.mixed_batch == "gather":
-            return "--mixed-batch=gather, which has no way to pick out rows of several tokens"
-        if self.load_format == "dummy" and self.draft is None:
-            return "--load-format=dummy, whose random model no draft was trained for"
+            exclusions["mixed_batch"] = "which has no way to pick out rows of several tokens"
         if self.load_format == "fake":
-            return "--load-format=fake, which runs no model"
-        return None
+            exclusions["load_format"] = "which runs no model"
+        if self.load_format == "dummy" and not self.wants_draft:
+            exclusions["load_format"] = "whose random model no draft was trained for"
+        return exclusions
+
+    @property
+    def needs_draft(self) -> tuple[str, ...]:
+        """The settings given that have an effect with a draft only."""
+        names = [name for name in DRAFT_SETTINGS if getattr(self, name) is not None]
+        if self.token_budget != "adaptive" and self.reserve_draft_slots is None:
+            names.append("token_budget")
+        return tuple(names)
+
+    def shown(self, name: str) -> str:
+        """A setting as its flag is written on a command line."""
+        value = getattr(self, name)
+        if isinstance(value, bool):
+            return switch_name(name, value)
+        return f"{flag_name(name)}={value}"
+
+    def flags_of(self, names: tuple[str, ...]) -> str:
+        """The flags that gave these settings, without their values."""
+        return " and ".join(self.shown(name).split("=")[0] for name in names)
 
     @property
     def host_cache_bytes(self) -> int:
@@ -319,15 +354,12 @@ class ServeConfig:
             )
         if self.kernels == "xla":
             self._refuse_beside("moe_finalize", "--kernels=xla", "which leaves no expert rows to sum")
+        if self.load_format == "fake":
+            for name in DEVICE_SETTINGS:
+                if name != "draft" or self.draft == NO_DRAFT:  # the folder of one is refused with what goes with it
+                    self._refuse_beside(name, "--load-format=fake", "which runs on no device")
         self._check_prefix_cache()
         self._check_drafts()
-        if self.load_format == "fake":
-            for field in dataclasses.fields(self):
-                if field.name in DEVICE_SETTINGS and getattr(self, field.name) != field.default:
-                    raise ConfigError(
-                        f"{flag_name(field.name)}={getattr(self, field.name)!r} has no effect with --load-format fake, "
-                        "which runs on no device. Leave one of them out."
-                    )
 
     def _check_prefix_cache(self) -> None:
         if not self.prefix_cache:
@@ -351,32 +383,51 @@ class ServeConfig:
     def _check_drafts(self) -> None:
         if self.draft is not None and not self.draft.strip():
             raise ConfigError("--draft is empty. Use `none` or the folder of a draft.")
-        if self.wants_draft and (why := self.draft_exclusion) is not None:
-            raise ConfigError(f"--draft={self.draft} cannot be used beside {why}. Leave one of them out.")
-        has_draft = self.wants_draft or self.may_take_own_draft
-        num_charged = self.reserve_draft_slots
-        if self.token_budget != "adaptive" and not (has_draft if num_charged is None else num_charged):
+        if self.token_budget != "adaptive" and self.reserve_draft_slots == 0:
             raise ConfigError(
-                f"--token-budget={self.token_budget} has no effect: no draft queries are charged. "
-                "Leave it out, give a draft with --draft, or --reserve-draft-slots of 1 or more."
+                f"{self.shown('token_budget')} has no effect beside --reserve-draft-slots=0: no draft queries are "
+                "charged. Leave out --token-budget, or give --reserve-draft-slots of 1 or more."
             )
-        if not has_draft:
-            without = "beside --draft=none" if self.draft == NO_DRAFT else "without a draft"
-            if self.draft is None and self.model == "demo":
-                without = f"beside {self.draft_exclusion}"
-            for name in DRAFT_SETTINGS:
-                if (value := getattr(self, name)) is not None:
-                    raise ConfigError(
-                        f"{flag_name(name)}={value} has no effect {without}: nothing is drafted. "
-                        "Leave it out, or give the folder of a draft with --draft."
-                    )
+        exclusions = self._draft_exclusions()
+        has_draft = self.may_take_own_draft or (self.wants_draft and not exclusions)
+        names = (("draft",) if self.wants_draft else ()) + self.needs_draft
+        if names and not has_draft:
+            raise ConfigError(f"{self._why_no_draft(names)} {self._draft_fixes(names, tuple(exclusions))}")
+
+    def _why_no_draft(self, names: tuple[str, ...]) -> str:
+        """One sentence: what becomes of the settings `names` without a draft, and why there is none."""
+        given = " and ".join(self.shown(name) for name in names)
+        if self.wants_draft:
+            return f"{given} cannot be used beside {self.draft_exclusion}."
+        if self.draft == NO_DRAFT:
+            beside = "beside --draft=none"
+        else:
+            beside = f"beside {self.draft_exclusion}" if self.model == "demo" else "without a draft"
+        return f"{given} {'have' if len(names) > 1 else 'has'} no effect {beside}: nothing is drafted."
+
+    def _draft_fixes(self, names: tuple[str, ...], exclusions: tuple[str, ...]) -> str:
+        """One sentence: each of the ways to set right that `names` need a draft, which alone is enough."""
+        fixes = [f"leave out {self.flags_of(names)}"]
+        if self.wants_draft:
+            fixes.append(f"leave out {self.flags_of(exclusions)}")
+        elif self.model == "demo":
+            blocking = (("draft",) if self.draft == NO_DRAFT else ()) + exclusions
+            fixes.append(f"leave out {self.flags_of(blocking)}")
+        without = tuple(name for name in exclusions if self.shown(name) != "--load-format=dummy")
+        if not self.wants_draft and (not without or self.model != "demo"):
+            first = f"leave out {self.flags_of(without)} and " if without else ""
+            fixes.append(f"{first}give the folder of a draft with --draft")
+        if names == ("token_budget",):
+            fixes.append("give --reserve-draft-slots of 1 or more")
+        sentence = ", ".join(fixes[:-1]) + (", or " if len(fixes) > 1 else "") + fixes[-1]
+        return f"{sentence[0].upper()}{sentence[1:]}."
 
     def _refuse_beside(self, name: str, other: str, why: str) -> None:
         """Raise when `name` was given although `other` takes its effect away."""
         field = next(field for field in dataclasses.fields(self) if field.name == name)
         value = getattr(self, name)
         if value != field.default:
-            raise ConfigError(f"{flag_name(name)}={value} has no effect beside {other}, {why}. Leave one of them out.")
+            raise ConfigError(f"{self.shown(name)} has no effect beside {other}, {why}. Leave one of them out.")
 
 
 def flag_name(field_name: str) -> str:
@@ -384,10 +435,53 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def switch_name(field_name: str, value: bool) -> str:
+    """`overlap`, False -> `--no-overlap`."""
+    return flag_name(field_name if value else f"no_{field_name}")
+
+
+@functools.cache
+def value_type(field_name: str) -> type:
+    """The type of a setting's value, `None` aside."""
+    annotation = typing.get_type_hints(ServeConfig)[field_name]
+    return next(kind for kind in (typing.get_args(annotation) or (annotation,)) if kind is not type(None))
+
+
+def _plain(field: dataclasses.Field[Any], value: Any) -> Any:
+    """The value as Python's own type; integers and numbers of NumPy are welcome. Raises `ConfigError`."""
+    kind, choices = value_type(field.name), field.metadata["choices"]
+    if value is None and field.default is None:
+        return None
+    if field.name in PATH_SETTINGS and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, bool) is (kind is bool):
+        with contextlib.suppress(TypeError):  # what is of another type is refused below
+            if kind is int:
+                return operator.index(typing.cast(Any, value))
+            if kind is float and isinstance(value, numbers.Real):
+                return _float(value)
+            if isinstance(value, kind):
+                return value
+    wanted = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}[kind]
+    if choices:
+        wanted = f"one of {', '.join(choices)}"
+    elif field.name in PATH_SETTINGS:
+        words = [repr(word) for word in field.metadata["metavar"].split("|") if word.islower()]
+        wanted = " or ".join([*words, "a path (a string or a pathlib.Path)"])
+    unset = ", or leave it out" if field.default is None else f"; the default is {field.default!r}"
+    raise ConfigError(f"{field.name}={reprlib.repr(value)} is of type {type(value).__name__}. Give {wanted}{unset}.")
+
+
+def _float(value: Any) -> float:
+    """Beyond the largest float is out of every range."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def _require(config: ServeConfig, name: str, accepts: Any, fix: str) -> None:
     value = getattr(config, name)
-    if value is None:
-        return
     # NaN fails every comparison, so it is refused with the rest.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepts(value):
+    if value is not None and not accepts(value):
         raise ConfigError(f"{flag_name(name)}={value!r} is out of range. {fix}")

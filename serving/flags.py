@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import typing
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from serving.config import ConfigError, ServeConfig, flag_name
+from serving.config import ConfigError, ServeConfig, flag_name, switch_name, value_type
 
 ENV_PREFIX = "K3JAX_"
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 def env_name(field_name: str) -> str:
@@ -27,6 +28,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         SystemExit: `--help` was asked for.
     """
     settings = read_environment(environment)
+    _refuse_values_of_switches(arguments)
     namespace, unknown = build_parser().parse_known_args(list(arguments))
     if unknown:
         raise ConfigError(_unknown_flag_message(unknown))
@@ -83,20 +85,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def value_type(field_name: str) -> type:
-    """The type of a setting's value, `None` aside."""
-    annotation = typing.get_type_hints(ServeConfig)[field_name]
-    return next(kind for kind in (typing.get_args(annotation) or (annotation,)) if kind is not type(None))
-
-
 def _from_text(kind: type, text: str) -> Any:
     """Raises `ValueError`."""
     if kind is not bool:
         return kind(text)
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.lower() not in words:
+    if text.lower() not in _WORDS:
         raise ValueError(text)
-    return words[text.lower()]
+    return _WORDS[text.lower()]
 
 
 def flag_table() -> str:
@@ -118,6 +113,22 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message[0].upper()}{message[1:]}. See --help.")
+
+
+def _refuse_values_of_switches(arguments: Sequence[str]) -> None:
+    """`--overlap=False` and `--overlap False` get to know the flag that they mean."""
+    names = [field.name for field in dataclasses.fields(ServeConfig) if value_type(field.name) is bool]
+    switches = {switch_name(name, value): (name, value) for name in names for value in (True, False)}
+    for argument, behind in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        flag, equals, text = argument.partition("=")
+        if flag not in switches or not (equals or behind.lower() in _WORDS):
+            continue
+        name, value = switches[flag]
+        meant = _WORDS.get((text or behind).lower()) if value else None  # --no-overlap=True may mean either
+        fixes = (True, False) if meant is None else (meant,)
+        shown = argument if equals else f"{argument} {behind}"
+        fix = " or ".join(switch_name(name, fix) for fix in fixes)
+        raise ConfigError(f"{shown}: {flag} takes no value. Give {fix}.")
 
 
 def _unknown_flag_message(unknown: list[str]) -> str:

@@ -40,13 +40,25 @@ def model_folder(config: ServeConfig) -> pathlib.Path:
 
 
 def draft_folder(config: ServeConfig) -> pathlib.Path | None:
-    """Where the draft is; the demo's own unless the settings say otherwise. None: nothing drafts."""
+    """Where the draft is; the demo's own unless the settings say otherwise. None: nothing drafts.
+
+    Raises `ConfigError` when settings need the demo's own draft and it is not there.
+    """
     if config.wants_draft:
         return pathlib.Path(str(config.draft))
     if config.draft is None and config.model == "demo" and config.draft_exclusion is not None:
         logger.info("the demo's draft is not used beside %s", config.draft_exclusion)
-    if config.may_take_own_draft and (DEMO_DRAFT_FOLDER / "config.json").is_file():
+    if not config.may_take_own_draft:
+        return None
+    if (DEMO_DRAFT_FOLDER / "config.json").is_file():
         return DEMO_DRAFT_FOLDER
+    missing = f"the demo's own draft is missing: there is no {DEMO_DRAFT_FOLDER / 'config.json'}"
+    if needing := config.needs_draft:
+        raise ConfigError(
+            f"{' and '.join(map(config.shown, needing))} cannot be used, for {missing}. Run from a whole checkout of "
+            f"the repository, give the folder of a draft with --draft, or leave out {config.flags_of(needing)}."
+        )
+    logger.warning("%s. Serving without a draft, as --draft none would without this warning.", missing)
     return None
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from serving.config import ConfigError, ServeConfig, flag_name
-from serving.flags import env_name, flag_table, parse_config, value_type
+from serving.config import PATH_SETTINGS, ConfigError, ServeConfig, flag_name, value_type
+from serving.flags import env_name, flag_table, parse_config
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -140,13 +143,13 @@ def test_a_mistake_names_flag_value_and_fix(flags: list[str], words: str):
     [
         (["--dcp", "2"], "not built"),
         (["--num-pages", "9", "--memory-fraction", "0.5"], "no effect beside"),
-        (["--load-format", "fake", "--dtype", "float32"], "no effect with --load-format fake"),
-        (["--load-format", "fake", "--tp", "2"], "no effect with --load-format fake"),
-        (["--load-format", "fake", "--compile-cache", "x"], "no effect with --load-format fake"),
-        (["--load-format", "fake", "--shard-latents", "on"], "no effect with --load-format fake"),
+        (["--load-format", "fake", "--dtype", "float32"], "no effect beside --load-format=fake"),
+        (["--load-format", "fake", "--tp", "2"], "no effect beside --load-format=fake"),
+        (["--load-format", "fake", "--compile-cache", "x"], "no effect beside --load-format=fake"),
+        (["--load-format", "fake", "--shard-latents", "on"], "no effect beside --load-format=fake"),
         (["--draft", "none", "--state-rollback", "replay"], "--state-rollback=replay has no effect beside"),
         (["--draft", "none", "--draft-tokens", "3"], "--draft-tokens=3 has no effect beside --draft=none"),
-        (["--draft", "none", "--no-adaptive-verification"], "--adaptive-verification=False has no effect"),
+        (["--draft", "none", "--no-adaptive-verification"], "--no-adaptive-verification has no effect beside"),
         (["--model", "/m", "--rejection-sampling", "block"], "=block has no effect without a draft"),
         (["--mixed-batch", "gather", "--draft-tokens", "3"], "beside --mixed-batch=gather, which has no way"),
         (["--mixed-batch", "gather", "--draft", "/d"], "--draft=/d cannot be used beside --mixed-batch=gather"),
@@ -202,6 +205,157 @@ def test_every_number_has_an_upper_bound():
                 continue
             with pytest.raises(ConfigError, match=rf"{flag_name(name)}=\S+ is out of range\. Use .*\d"):
                 parse_config([flag_name(name), str(value)], {})
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(ServeConfig)}
+WRONG_VALUES: dict[type, tuple[Any, ...]] = {
+    bool: (0, 1, 0.0, "no", "true", np.True_),
+    int: (True, False, 2.5, 3.0, "3", np.float64(3), np.True_, np.array([1, 2])),
+    float: (True, False, "0.5", 1j, np.True_),
+    str: (5, 0, False, True, 2.5, ("a",)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_a_value_of_another_type_is_refused_by_name_with_what_to_give(name: str):
+    """User case of `LLM(adaptive_verification=0)`: a Python caller's value is never taken for something else."""
+    field = FIELDS[name]
+    wrong = [*WRONG_VALUES[value_type(name)], object(), [], {}, b"x"]
+    if field.default is not None:
+        wrong.append(None)
+    if name not in PATH_SETTINGS:
+        wrong.append(Path("/models/k3"))
+    for value in wrong:
+        settings: dict[str, Any] = {name: value}
+        with pytest.raises(ConfigError, match=rf"^{name}=.* is of type {type(value).__name__}\. Give \S.*\.$") as error:
+            ServeConfig(**settings)
+        if len(repr(value)) < 20:
+            assert repr(value) in str(error.value)
+        for choice in field.metadata["choices"]:
+            assert choice in str(error.value)
+
+
+@pytest.mark.parametrize("name", PATH_SETTINGS)
+def test_a_folder_may_be_a_path(name: str):
+    settings: dict[str, Any] = {name: Path("/models/k3")}
+    assert getattr(ServeConfig(**settings), name) == "/models/k3"
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    settings: dict[str, Any] = {"port": np.int64(81), "max_body_mb": np.float32(2.5), "shutdown_timeout_s": 3}
+    config = ServeConfig(**settings)
+    assert (type(config.port), type(config.max_body_mb), type(config.shutdown_timeout_s)) == (int, float, float)
+    assert (config.port, config.max_body_mb, config.shutdown_timeout_s) == (81, 2.5, 3.0)
+
+
+def test_a_number_beyond_the_largest_float_is_out_of_range():
+    with pytest.raises(ConfigError, match="--host-cache-gb=inf is out of range"):
+        ServeConfig(host_cache_gb=10**400)
+
+
+def draft_settings() -> list[dict[str, Any]]:
+    """Every way in which settings about drafts can meet."""
+    ways: dict[str, tuple[Any, ...]] = {
+        "model": ("demo", "/models/k3"),
+        "load_format": ("auto", "dummy", "fake"),
+        "mixed_batch": ("zero-copy", "gather"),
+        "draft": (None, "none", "/models/draft"),
+        "draft_tokens": (None, 3),
+        "adaptive_verification": (None, False, True),
+        "state_rollback": (None, "replay"),
+        "token_budget": ("adaptive", "static"),
+        "reserve_draft_slots": (None, 0, 2),
+    }
+    each = [dict(zip(ways, values, strict=True)) for values in itertools.product(*ways.values())]
+    # Two such mistakes are told one after the other.
+    return [way for way in each if not (way["load_format"] == "fake" and way["mixed_batch"] == "gather")]
+
+
+def fixed(settings: dict[str, Any], fix: str) -> dict[str, Any]:
+    """`settings` after one of the fixes of a message was followed."""
+    changed, (left_out, *given) = dict(settings), fix.split("give ")
+    flags = re.findall(r"--([a-z-]+)", left_out)
+    for flag in flags:
+        name = flag.removeprefix("no-").replace("-", "_")
+        assert settings[name] != FIELDS[name].default, f"{flag} was not given: {settings}"
+        changed[name] = FIELDS[name].default
+    for what in given:
+        if what.startswith("the folder of a draft with --draft"):
+            changed["draft"] = "/models/other-draft"
+        else:
+            assert what.startswith("--reserve-draft-slots of 1 or more"), fix
+            changed["reserve_draft_slots"] = 1
+    assert changed != settings, fix
+    return changed
+
+
+def test_every_fix_that_a_refusal_of_draft_settings_names_works():
+    """One after the other where a message tells of one mistake of two, and never more than that."""
+    num_refused = 0
+    for settings in draft_settings():
+        try:
+            ServeConfig(**settings)
+            continue
+        except ConfigError as error:
+            message = str(error)
+        num_refused += 1
+        is_other_mistake = settings["token_budget"] == "static" and settings["reserve_draft_slots"] == 0
+        is_other_mistake |= settings["load_format"] == "fake" and settings["draft"] == "none"
+        if "Leave one of them out" in message:  # --draft=none beside --load-format=fake
+            fixes = ["leave out --draft", "leave out --load-format"]
+        else:
+            sentence = message.rsplit(". ", 1)[1].removesuffix(".")
+            fixes = re.split(r", or (?=leave|give)|, (?=leave|give)", sentence[0].lower() + sentence[1:])
+            assert all(fix.startswith(("leave out ", "give ")) for fix in fixes), message
+        for fix in fixes:
+            try:
+                ServeConfig(**fixed(settings, fix))
+            except ConfigError as error:
+                assert is_other_mistake, f"{settings}: {message} -> {fix}: {error}"
+    assert num_refused > 100
+
+
+def test_all_flags_that_need_a_draft_are_named_at_once():
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--draft", "none", "--draft-tokens", "3", "--no-adaptive-verification"], {})
+    assert str(error.value) == (
+        "--draft-tokens=3 and --no-adaptive-verification have no effect beside --draft=none: nothing is drafted. "
+        "Leave out --draft-tokens and --no-adaptive-verification, leave out --draft, or give the folder of a draft "
+        "with --draft."
+    )
+
+
+def test_no_draft_is_suggested_where_none_can_run():
+    with pytest.raises(ConfigError) as error:
+        parse_config(["--mixed-batch", "gather", "--draft-tokens", "3"], {})
+    assert str(error.value).endswith(" Leave out --draft-tokens, or leave out --mixed-batch.")
+
+
+SWITCHES = [name for name in FIELDS if value_type(name) is bool]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("form", ["{flag}={word}", "{flag} {word}"])
+def test_a_value_behind_a_switch_is_answered_with_the_flag_that_means_it(name: str, form: str):
+    yes, no = flag_name(name), flag_name(f"no_{name}")
+    for flag, word, fix in (
+        (yes, "False", no),
+        (yes, "0", no),
+        (yes, "true", yes),
+        (no, "True", f"{yes} or {no}"),
+        (no, "false", f"{yes} or {no}"),
+    ):
+        arguments = form.format(flag=flag, word=word).split()
+        with pytest.raises(ConfigError) as error:
+            parse_config(arguments, {})
+        assert str(error.value) == f"{' '.join(arguments)}: {flag} takes no value. Give {fix}."
+    with pytest.raises(ConfigError, match=f"Give {yes} or {no}"):
+        parse_config([f"{yes}=maybe"], {})
+
+
+def test_there_are_switches_and_they_may_be_followed_by_other_flags():
+    assert {"overlap", "adaptive_verification"} <= set(SWITCHES)
+    assert not parse_config(["--no-overlap", "--port", "0"], {}).overlap
 
 
 def test_a_variable_that_is_nearly_a_setting_is_refused():

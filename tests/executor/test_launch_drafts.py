@@ -133,3 +133,36 @@ def test_every_setting_that_is_left_open_is_told(monkeypatch, model, draft, tmp_
     assert {name for name, value in told.items() if value in (None, "auto")} == {"memory_fraction", "moe_finalize"}
     assert (told["dtype"], told["kernels"], told["shard_latents"]) == ("float32", "xla", "off")
     assert told["compile_cache"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ({"draft_tokens": 3}, "--draft-tokens=3"),
+        ({"state_rollback": "replay", "adaptive_verification": False}, "--state-rollback=replay and --no-adaptive-ver"),
+        ({"token_budget": "static"}, "--token-budget=static"),
+    ],
+)
+def test_flags_about_drafts_are_refused_when_the_demos_own_is_missing(monkeypatch, tmp_path, flags, shown):
+    """D68: before any weight is read, with the folder and what can be done."""
+    monkeypatch.setattr(launch, "DEMO_DRAFT_FOLDER", tmp_path / "gone")
+    with pytest.raises(ConfigError) as error:
+        launch.build_engine(ServeConfig(**flags))
+    message = str(error.value)
+    assert message.startswith(shown) and str(tmp_path / "gone" / "config.json") in message
+    assert "with --draft, or leave out --" in message
+
+
+def test_the_log_tells_that_the_demos_own_draft_is_missing(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(launch, "DEMO_DRAFT_FOLDER", tmp_path / "gone")
+    assert launch.draft_folder(ServeConfig()) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and str(tmp_path / "gone") in record.message
+    assert launch.draft_folder(ServeConfig(draft="none")) is None
+    assert launch.draft_folder(ServeConfig(model="/m")) is None
+    assert len(caplog.records) == 1
+
+
+def test_the_demos_own_draft_is_taken_when_it_is_there(caplog):
+    assert launch.draft_folder(ServeConfig(draft_tokens=3)) == launch.DEMO_DRAFT_FOLDER
+    assert not caplog.records
