@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from serving.config import BOUNDS, CHECKPOINTS, MAX_HOST_CACHE_GB, TOKEN_BUDGETS, flag_name
+from serving.config import BOUNDS, CHECKPOINTS, MAX_HOST_CACHE_GB, TOKEN_BUDGETS, flag_name, switch_name
 from serving.core.policy import SchedulerPolicy
 from serving.core.types import ExecutorLimits
 from serving.garbage import collect_rarely
@@ -105,8 +105,10 @@ def _refuse_without_effect(parser: argparse.ArgumentParser, args: argparse.Names
         for name in names:
             value = getattr(args, name)
             if applies and value != parser.get_default(name):
-                shown = value if not isinstance(value, tuple) else ",".join(map(str, value))
-                parser.error(f"{flag_name(name)}={shown} has no effect {why}. Leave one of them out.")
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                shown = switch_name(name, value) if isinstance(value, bool) else f"{flag_name(name)}={text}"
+                fix = "Leave one of them out" if why.startswith("beside") else "Give what is missing, or leave it out"
+                parser.error(f"{shown} has no effect {why}. {fix}.")
     needed = 1000 * (args.page_kb + args.slot_kb)
     if 0 < args.host_cache_gb * 10**9 < needed:
         parser.error(

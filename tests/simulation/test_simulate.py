@@ -201,7 +201,7 @@ def test_a_bad_option_is_refused_in_one_line_with_the_fix(option, value, fix, ca
         (["--checkpoint", "off", "--checkpoint-slots", "3"], "--checkpoint-slots=3 has no effect"),
         (["--token-budget", "additive"], "--token-budget=additive has no effect where no draft queries are charged"),
         (["--acceptance", "0.5,0.4"], "--acceptance=0.5,0.4 has no effect without --draft-tokens"),
-        (["--no-adaptive-verification"], "--adaptive-verification=False has no effect without --draft-tokens"),
+        (["--no-adaptive-verification"], "--no-adaptive-verification has no effect without --draft-tokens. Give "),
         (["--trace", "t", "--requests", "3"], "--requests=3 has no effect beside --trace"),
         (["--trace", "t", "--seed", "3"], "--seed=3 has no effect beside --trace without --draft-tokens"),
         (["--shared", "0", "--prefixes", "3"], "--prefixes=3 has no effect beside --shared 0"),
