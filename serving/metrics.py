@@ -28,12 +28,15 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_cache_usage_perc", "Share of KV cache pages in use, 0 to 1.", lambda s: s.pages_used / max(1, s.pages_total)),
     ("kv_cache_pages_used", "KV cache pages in use.", lambda stats: stats.pages_used),
     ("state_slots_used", "KDA state slots of running requests.", lambda stats: stats.slots_used),
-    ("state_slots_total", "KDA state slots.", lambda stats: stats.slots_total),
-    ("num_requests_loading", "Waiting requests whose prefix comes from the host.", lambda stats: stats.num_loading),
-    ("prefix_cache_pages", "Pages that a later prompt can find.", lambda stats: stats.pages_cached),
+    ("state_slots_total", "KDA state slots there are, those for checkpoints included.", lambda s: s.slots_total),
+    (
+        "num_requests_loading",
+        "Waiting requests whose prefix is on its way from host memory.",
+        lambda stats: stats.num_loading,
+    ),
+    ("prefix_cache_pages", "KV cache pages that a later prompt can find.", lambda stats: stats.pages_cached),
     ("prefix_cache_checkpoints", "KDA states that a later prompt can find.", lambda stats: stats.checkpoints_held),
-    ("host_cache_bytes", "Bytes of state in host memory.", lambda stats: stats.host_bytes_used),
-    ("spec_decode_num_drafts_allowed", "Drafts that the newest step may verify.", lambda s: s.last_num_drafts),
+    ("host_cache_bytes", "Bytes of pages and KDA states in host memory.", lambda stats: stats.host_bytes_used),
 )
 _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of requests whose prompt is done.", lambda stats: stats.prompt_tokens_total),
@@ -41,43 +44,87 @@ _TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_preemptions", "Requests preempted for want of pages.", lambda stats: stats.preemptions_total),
     ("device_failures", "Device failures survived.", lambda stats: stats.device_failures_total),
     ("steps", "Steps run.", lambda stats: stats.steps_total),
-    ("prefix_cache_queries", "Prompt tokens looked up.", lambda stats: stats.prefix_query_tokens_total),
-    ("prefix_cache_hits", "Of them, tokens found, host hits included.", lambda stats: stats.prefix_hit_tokens_total),
-    ("prefix_cache_host_hits", "Of them, found in host memory only.", lambda s: s.prefix_host_hit_tokens_total),
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda stats: stats.prefix_query_tokens_total,
+    ),
+    (
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache, on the device or in host memory.",
+        lambda stats: stats.prefix_hit_tokens_total,
+    ),
+    (
+        "prefix_cache_host_hits",
+        "Prompt tokens found in host memory only.",
+        lambda stats: stats.prefix_host_hit_tokens_total,
+    ),
     (
         "prefix_cache_missed_pages",
-        "Seen before, not found for want of pages.",
-        lambda s: s.prefix_missed_page_tokens_total,
+        "Prompt tokens not found because their pages were evicted since they were seen.",
+        lambda stats: stats.prefix_missed_page_tokens_total,
     ),
     (
         "prefix_cache_missed_checkpoints",
-        "Not found for want of a KDA state.",
+        "Prompt tokens not found because only the KDA state behind their pages is missing.",
         lambda stats: stats.prefix_missed_checkpoint_tokens_total,
     ),
     (
         "prefix_cache_missed_both",
-        "Never seen, or too long ago to be remembered.",
-        lambda s: s.prefix_missed_both_tokens_total,
+        "Prompt tokens not found because they are new, or were evicted too long ago to be remembered.",
+        lambda stats: stats.prefix_missed_both_tokens_total,
     ),
-    ("prefix_cache_evicted_pages", "Pages evicted.", lambda stats: stats.pages_evicted_total),
-    ("prefix_cache_evicted_checkpoints", "KDA states evicted.", lambda stats: stats.checkpoints_evicted_total),
+    (
+        "prefix_cache_evicted_pages",
+        "KV cache pages evicted from the prefix cache.",
+        lambda stats: stats.pages_evicted_total,
+    ),
+    (
+        "prefix_cache_evicted_checkpoints",
+        "KDA states evicted from the prefix cache.",
+        lambda stats: stats.checkpoints_evicted_total,
+    ),
     ("num_parked", "Preemptions whose state went to host memory.", lambda stats: stats.parks_total),
     ("host_stores", "Transfers to host memory that ended well.", lambda stats: stats.host_stores_total),
     ("host_loads", "Transfers from host memory that ended well.", lambda stats: stats.host_loads_total),
-    ("host_failures", "Transfers that did not.", lambda stats: stats.host_failures_total),
-    ("spec_decode_num_drafts", "Results of rows in steps with a draft model.", lambda s: s.verify_rows_total),
-    ("spec_decode_num_draft_tokens", "Drafts verified.", lambda stats: stats.draft_tokens_total),
-    ("spec_decode_num_accepted_tokens", "Of them, accepted.", lambda stats: stats.accepted_draft_tokens_total),
+    ("host_failures", "Transfers to or from host memory that failed.", lambda stats: stats.host_failures_total),
 )
-_BY_POSITION: tuple[tuple[str, str, Callable[[EngineStats], tuple[int, ...]]], ...] = (
+# Those of speculation are there with a draft model only. `num_drafts` counts as vLLM does: a request adds one with each
+# step that verifies any of its draft tokens.
+_DRAFT_GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    (
+        "spec_decode_num_drafts_allowed",
+        "Draft tokens that the newest step may verify, all its requests together.",
+        lambda stats: stats.last_num_drafts,
+    ),
+)
+_DRAFT_TOTALS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
+    (
+        "spec_decode_num_drafts",
+        "Drafts of which at least one token was verified: one per request and step.",
+        lambda stats: stats.draft_tokens_by_position[0],
+    ),
+    (
+        "spec_decode_num_decodes",
+        "Decodes with a draft model, whether or not draft tokens were verified: one per request and step.",
+        lambda stats: stats.verify_rows_total,
+    ),
+    ("spec_decode_num_draft_tokens", "Draft tokens verified.", lambda stats: stats.draft_tokens_total),
+    (
+        "spec_decode_num_accepted_tokens",
+        "Draft tokens verified and accepted.",
+        lambda stats: stats.accepted_draft_tokens_total,
+    ),
+)
+_DRAFT_TOTALS_BY_POSITION: tuple[tuple[str, str, Callable[[EngineStats], tuple[int, ...]]], ...] = (
     (
         "spec_decode_num_draft_tokens_per_pos",
-        "Drafts verified, by their place in the block.",
+        "Draft tokens verified, by position in the draft, 0 the first.",
         lambda stats: stats.draft_tokens_by_position,
     ),
     (
         "spec_decode_num_accepted_tokens_per_pos",
-        "Of them, accepted.",
+        "Draft tokens verified and accepted, by position in the draft, 0 the first.",
         lambda stats: stats.accepted_draft_tokens_by_position,
     ),
 )
@@ -105,7 +152,7 @@ class ServerMetrics:
 
         self._success = Counter(
             "request_success",
-            "Choices that ended, by the reason.",
+            "Choices that ended, by the reason they ended for.",
             ("model_name", "finished_reason"),
             namespace="k3jax",
             registry=self.registry,
@@ -114,17 +161,25 @@ class ServerMetrics:
             self._success.labels(model_name, reason)
         self._http_errors = Counter(
             "http_errors",
-            "HTTP answers with an error status.",
+            "HTTP answers with an error status, by that status.",
             ("model_name", "status"),
             namespace="k3jax",
             registry=self.registry,
         )
-        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
-        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step that works on it.", _SECONDS)
-        self.inter_token = histogram("inter_token_latency_seconds", "Time between tokens.", _TOKEN_SECONDS)
-        self.end_to_end = histogram("e2e_request_latency_seconds", "Arrival to last token.", _SECONDS)
-        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens per choice.", _TOKENS)
-        self.generation_tokens = histogram("request_generation_tokens", "Tokens generated per choice.", _TOKENS)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Seconds from the arrival of a choice to its first token.", _SECONDS
+        )
+        self.queue = histogram(
+            "request_queue_time_seconds", "Seconds from the arrival of a choice to its first step.", _SECONDS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Seconds between the tokens of a choice.", _TOKEN_SECONDS
+        )
+        self.end_to_end = histogram(
+            "e2e_request_latency_seconds", "Seconds from the arrival of a choice to its last token.", _SECONDS
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a choice.", _TOKENS)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens generated for a choice.", _TOKENS)
 
     def attach(self, engine: MeteredEngine) -> None:
         """Show the engine's gauges and totals from now on."""
@@ -189,21 +244,22 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
-        for name, help, read in _GAUGES:
+        has_draft = bool(stats.draft_tokens_by_position)
+        for name, help, read in _GAUGES + (_DRAFT_GAUGES if has_draft else ()):
             gauge = GaugeMetricFamily(f"k3jax_{name}", help, labels=["model_name"])
             gauge.add_metric(self._labels, read(stats))
             yield gauge
-        for name, help, read in _TOTALS:
+        for name, help, read in _TOTALS + (_DRAFT_TOTALS if has_draft else ()):
             counter = CounterMetricFamily(f"k3jax_{name}", help, labels=["model_name"])
             counter.add_metric(self._labels, read(stats))
             yield counter
-        for name, help, by_position in _BY_POSITION:
+        for name, help, by_position in _DRAFT_TOTALS_BY_POSITION if has_draft else ():
             counter = CounterMetricFamily(f"k3jax_{name}", help, labels=["model_name", "position"])
             for position, count in enumerate(by_position(stats)):
                 counter.add_metric([*self._labels, str(position)], count)
             yield counter
         seconds = CounterMetricFamily(
-            "k3jax_step_seconds", "Seconds spent in each phase of the step.", labels=["model_name", "phase"]
+            "k3jax_step_seconds", "Seconds that the steps spent in each phase.", labels=["model_name", "phase"]
         )
         for phase, value in stats.step_seconds.items():
             seconds.add_metric([*self._labels, phase], value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from serving.api.info import effective_values, version
+from serving.api.info import chosen_values, version
 from serving.api.state import ServerState
 from serving.config import ServeConfig
 
@@ -20,7 +20,7 @@ def log_configuration(config: ServeConfig, port: int) -> None:
 
 def log_ready(state: ServerState, port: int) -> None:
     """Log what was chosen automatically and a request to copy."""
-    effective = " ".join(f"{name}={value}" for name, value in effective_values(state).items())
+    effective = " ".join(f"{name}={value}" for name, value in chosen_values(state).items())
     logger.info("In effect: %s", effective)
     logger.info("Ready. Try:\n%s", example(state.config, port))
 

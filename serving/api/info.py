@@ -12,6 +12,7 @@ from starlette.responses import Response
 from serving.api.errors import ApiError, json_response
 from serving.api.respond import check_model
 from serving.api.state import ServerState
+from serving.config import DEVICE_SETTINGS, DRAFT_SETTINGS
 from serving.metrics import CONTENT_TYPE
 
 
@@ -84,28 +85,42 @@ async def server_info(request: Request) -> Response:
     if state.backend is not None:
         engine = state.backend.engine
         body["effective"] = effective_values(state)
-        body["device"] = engine.info()
+        body["device"] = {name: fact for name, fact in engine.info().items() if name != "settings"}
+        body["step_costs"] = [cost._asdict() for cost in state.backend.limits.step_costs]
         body["stats"] = dataclasses.asdict(engine.stats())
     return json_response(body)
 
 
 def effective_values(state: ServerState) -> dict[str, Any]:
-    """What the flags that may be left open came to, under the flags' own names."""
+    """What every flag came to, under its own name, and the limits that no flag sets. None: nothing depends on it."""
     if state.backend is None:
         return {}
-    limits = state.backend.limits
-    return {
+    config, limits = state.config, state.backend.limits
+    values = config.public() | {"served_model_name": config.served_name}
+    reserved = config.reserve_draft_slots
+    chosen = state.backend.engine.info().get("settings")
+    values |= chosen if isinstance(chosen, dict) else dict.fromkeys(DEVICE_SETTINGS + DRAFT_SETTINGS)
+    return values | {
         "max_num_seqs": limits.num_rows,
         "max_step_tokens": limits.max_step_tokens,
         "max_model_len": limits.max_model_len,
         "num_pages": limits.num_pages,
         "num_slots": limits.num_slots,
+        "reserve_draft_slots": limits.draft_tokens if reserved is None else reserved,
+        "draft_tokens": limits.draft_tokens or None,
         "page_size": limits.page_size,
         "vocab_size": limits.vocab_size,
         "max_logit_bias": limits.max_logit_bias,
         "max_logprobs": limits.max_logprobs,
         "max_stop_token_ids": limits.max_stop_token_ids,
     }
+
+
+def chosen_values(state: ServerState) -> dict[str, Any]:
+    """Those of `effective_values` that the flags, as given, do not say, and all about drafts."""
+    given = {name: value for name, value in state.config.public().items() if name not in ("draft", *DRAFT_SETTINGS)}
+    values = effective_values(state).items()
+    return {name: value for name, value in values if value is not None and value != given.get(name)}
 
 
 async def not_found(request: Request, _error: Exception) -> Response:

@@ -47,7 +47,7 @@ class EngineStats:
     verify_rows_total: int = 0  # results of running requests in steps with a draft model, whether or not they verified
     draft_tokens_total: int = 0  # drafts that were verified
     accepted_draft_tokens_total: int = 0  # of these, those that were returned
-    draft_tokens_by_position: tuple[int, ...] = ()  # the same by the draft's place in its block, from the first on
+    draft_tokens_by_position: tuple[int, ...] = ()  # the same by place in the block, first to last; (): no draft model
     accepted_draft_tokens_by_position: tuple[int, ...] = ()
     last_num_drafts: int = 0  # drafts that the newest plan lets be verified
     step_seconds: Mapping[str, float] = dataclasses.field(

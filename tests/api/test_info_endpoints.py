@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import re
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.routing import Route
 
 from serving.api.app import build_app
 from serving.api.state import ServerState
-from serving.config import ServeConfig
-from tests.api.served import HELLO, Served, hello_prompt, serve, served_app
+from serving.config import DRAFT_SETTINGS, ServeConfig
+from serving.core.types import StepCost
+from serving.welcome import log_ready
+from tests.api.served import HELLO, LIMITS, Served, hello_prompt, serve, served_app
 from tests.k3jax.tokenizer_data import small_tokenizer
 
 DOCS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
@@ -24,6 +29,20 @@ DOCS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 @pytest.fixture(scope="module")
 def served():
     with serve() as server:
+        yield server
+
+
+COSTS = tuple(
+    StepCost(rows, num_drafts, is_drafting, 0.01)
+    for rows in (1, 32)
+    for num_drafts in (0, 4 * rows)
+    for is_drafting in (True, False)
+)
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    with serve(limits=dataclasses.replace(LIMITS, draft_tokens=4, step_costs=COSTS)) as server:
         yield server
 
 
@@ -84,6 +103,52 @@ def test_server_info_shows_effective_values(served: Served):
     assert info["effective"]["max_num_seqs"] == served.engine.limits.num_rows
     assert info["effective"]["num_pages"] == served.engine.limits.num_pages
     assert info["device"]["executor"] == "fake"
+
+
+def documented_keys() -> set[str]:
+    """The keys that the docs promise of /server_info."""
+    table = DOCS.split("### Server info")[1].split("\n\n")[1]
+    return {key for row in table.splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+def test_server_info_has_what_the_docs_promise(drafting: Served):
+    """User case: the docs sent a newcomer to `step_costs`, which was not there."""
+    info = drafting.http.get("/server_info").json()
+    assert set(info) == documented_keys() >= {"config", "effective", "step_costs"}
+    row = next(line for line in DOCS.splitlines() if line.startswith("| `effective`"))
+    promised = set(re.findall(r"`(\w+)`", row.split("|")[3]))
+    assert promised >= {"draft", *DRAFT_SETTINGS, "page_size"} and promised <= set(info["effective"])
+    assert [StepCost(**cost) for cost in info["step_costs"]] == list(COSTS)
+    (row,) = [line for line in DOCS.splitlines() if line.startswith("| `step_costs`")]
+    assert set(StepCost._fields) <= set(re.findall(r"`(\w+)`", row))
+
+
+def test_every_flag_shows_as_given_and_as_it_came_to(served: Served, drafting: Served):
+    """D68."""
+    flags = {field.name for field in dataclasses.fields(ServeConfig)}
+    for server in (served, drafting):
+        info = server.http.get("/server_info").json()
+        assert set(info["config"]) == flags <= set(info["effective"])
+    effective = drafting.http.get("/server_info").json()["effective"]
+    assert (effective["draft_tokens"], effective["reserve_draft_slots"]) == (4, 4)
+    assert effective["served_model_name"] == "demo"
+    assert served.http.get("/server_info").json()["effective"]["draft_tokens"] is None
+
+
+def test_what_the_device_side_chose_shows_in_server_info_and_in_the_log(monkeypatch, caplog, drafting: Served):
+    """User case: neither told how drafts are used. Of the other flags the log repeats none that was given."""
+    chosen = {"draft": "/d", "state_rollback": "replay", "adaptive_verification": True, "dtype": "bfloat16"}
+    monkeypatch.setattr(drafting.executor, "info", lambda: {"device": "none", "settings": chosen})
+    info = drafting.http.get("/server_info").json()
+    assert info["effective"] | chosen == info["effective"]
+    assert info["device"] == {"device": "none"}
+    with caplog.at_level(logging.INFO, "serving"):
+        log_ready(drafting.state, 80)
+    (line,) = [record.message for record in caplog.records if record.message.startswith("In effect: ")]
+    told = dict(word.split("=") for word in line.removeprefix("In effect: ").split())
+    assert told.items() >= {name: str(value) for name, value in chosen.items()}.items()
+    assert (told["draft_tokens"], told["max_num_seqs"]) == ("4", "32")
+    assert not {"port", "model", "seed", "load_format"} & set(told)
 
 
 def test_the_version_is_told(served: Served):
@@ -192,9 +257,59 @@ def test_gauges_show_a_running_request():
         assert 'k3jax_kv_cache_pages_used{model_name="demo"} 0.0' not in text
 
 
-def test_the_docs_list_every_metric(served: Served):
-    served.complete(temperature=-1)
-    families = list(text_string_to_metric_families(served.http.get("/metrics").text))
-    exposed = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    documented = set(re.findall(r"^\| `(k3jax_\w+)`", DOCS, re.MULTILINE))
-    assert documented - {"k3jax_compiles_after_ready_total"} == exposed  # that one only exists with a device
+def families(served: Served) -> dict[str, Metric]:
+    """By the name that the samples have; a histogram's without suffix."""
+    text = served.http.get("/metrics").text
+    return {
+        family.name + ("_total" if family.type == "counter" else ""): family
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def test_the_docs_list_every_metric_with_its_kind_and_meaning(drafting: Served):
+    drafting.complete(temperature=-1)
+    exposed = families(drafting)
+    table = re.findall(r"^\| `(k3jax_\w+)` \| (\w+) \| (.*) \|$", DOCS, re.MULTILINE)
+    documented = {name: (kind, meaning) for name, kind, meaning in table}
+    assert len(documented) == len(table)
+    assert set(documented) - {"k3jax_compiles_after_ready_total"} == set(exposed)  # that one only exists with a device
+    for name, family in exposed.items():
+        kind, meaning = documented[name]
+        assert kind == family.type, name
+        # The docs say what HELP says, and maybe more.
+        assert meaning.lower().startswith(family.documentation.removesuffix(".").lower()), name
+
+
+def test_the_help_of_a_metric_is_understood_alone(drafting: Served):
+    """User case: "Of them, accepted." said nothing to somebody who read it by itself."""
+    drafting.complete(temperature=-1)
+    texts = [family.documentation for family in families(drafting).values()]
+    assert len(set(texts)) == len(texts) > 30
+    for text in texts:
+        assert re.match(r"[A-Z]\S+ .*[a-z0-9]\.$", text) and len(text) <= 110, text
+        assert not re.match(r"(Of|Them|These|Those|Not|Never|Seen|The same)\b", text) and "did not." not in text, text
+
+
+def test_speculation_is_metered_only_where_something_drafts(served: Served, drafting: Served):
+    """User case: a server without a draft showed a row of zeros."""
+    assert not [name for name in families(served) if "spec_decode" in name]
+    assert len([name for name in families(drafting) if "spec_decode" in name]) == 7
+
+
+def test_drafts_and_decodes_are_counted_apart():
+    """`num_drafts` is what it is in vLLM: a request that decodes without verifying any draft token adds none."""
+    with serve(limits=dataclasses.replace(LIMITS, draft_tokens=4)) as served:
+        served.complete(prompt=[1, 2, 3], max_tokens=40, ignore_eos=True, temperature=0.0)
+        first = samples(served)
+        served.complete(prompt=[1, 2, 3], max_tokens=2, ignore_eos=True, temperature=0.0)
+        found = samples(served)
+    assert found["k3jax_spec_decode_num_drafts_total"] == first["k3jax_spec_decode_num_drafts_total"] > 0
+    # One token comes with the prompt, and the last one has no place behind it for a draft.
+    assert found["k3jax_spec_decode_num_decodes_total"] == first["k3jax_spec_decode_num_decodes_total"] + 1
+    assert (
+        found["k3jax_spec_decode_num_drafts_total"]
+        == found["k3jax_spec_decode_num_draft_tokens_per_pos_total{position=0}"]
+    )
+    # A decode brings one token and those of its drafts that were accepted.
+    num_tokens = found["k3jax_spec_decode_num_decodes_total"] + found["k3jax_spec_decode_num_accepted_tokens_total"]
+    assert num_tokens == 40 - 1 + 2 - 1

@@ -79,7 +79,8 @@ def test_drafts_are_counted_by_their_place_in_the_block(metrics: ServerMetrics):
             return {}
 
     metrics.attach(Drafting())
-    assert value(metrics, "k3jax_spec_decode_num_drafts_total") == 10
+    assert value(metrics, "k3jax_spec_decode_num_decodes_total") == 10
+    assert value(metrics, "k3jax_spec_decode_num_drafts_total") == 8
     assert value(metrics, "k3jax_spec_decode_num_accepted_tokens_total") == 5
     accepted = "k3jax_spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(metrics, accepted, position=str(at)) for at in (0, 1, 2)] == [4, 1, None]

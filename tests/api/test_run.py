@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -56,6 +57,7 @@ def test_the_log_tells_configuration_url_and_a_request_to_copy():
     log = "".join(server.lines)
     assert "served_model_name=kay" in log
     assert "num_pages=" in log
+    assert re.search(r"In effect: .*\bmax_num_seqs=\d+", log)
     assert "curl http://127.0.0.1:" in log
     assert "from openai import OpenAI" in log
     assert "secret" not in log

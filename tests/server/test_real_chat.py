@@ -7,6 +7,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.config import DRAFT_SETTINGS
 from tests.server.real_server import ServerProcess, started
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,23 @@ def server() -> Iterator[ServerProcess]:
 def metric(url: str, name: str) -> float:
     families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
     return next(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def test_server_info_tells_how_the_demos_draft_is_used_and_what_steps_cost(server):
+    """D68."""
+    info = httpx.get(f"{server.url()}/server_info").json()
+    effective = info["effective"]
+    assert effective["draft"].endswith("demo/draft")
+    assert (effective["draft_tokens"], effective["state_rollback"], effective["rejection_sampling"]) == (
+        effective["reserve_draft_slots"],
+        "replay",
+        "standard",
+    )
+    assert effective["adaptive_verification"] is True
+    assert {cost["is_drafting"] for cost in info["step_costs"]} == {True, False}
+    assert all(cost["seconds"] > 0 for cost in info["step_costs"])
+    (line,) = [line for line in server.lines if "In effect: " in line]
+    assert all(f" {name}={effective[name]}" in line for name in ("draft", *DRAFT_SETTINGS))
 
 
 def test_cached_tokens_grow_turn_by_turn_in_usage_and_metrics(server):

@@ -3,6 +3,7 @@
 The folder has no tokenizer, so prompts and answers are token ids.
 """
 
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +92,12 @@ def test_server_info_tells_device_programs_and_kernels(http):
     assert (device["programs_compiled"], device["programs_loaded"]) == (2, 0)
     assert device["compiles_after_ready"] == 0
     assert device["kernels"]["routed_experts"].startswith("xla: ")
+    docs = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    row = next(line for line in docs.splitlines() if line.startswith("| `device`"))
+    assert set(re.findall(r"`(\w+)`", row)) <= {*device, "device"}
     effective = info["effective"]
+    assert (effective["dtype"], effective["kernels"], effective["draft"]) == ("float64", "xla", "none")
+    assert info["step_costs"] == []
     assert (effective["max_num_seqs"], effective["max_step_tokens"], effective["max_model_len"]) == (8, 128, 512)
     # A slot per row and the null slot, and a checkpoint for every second page.
     assert (effective["num_slots"], effective["num_pages"]) == (9 + 32, 65)
