@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Protocol, SupportsIndex, cast
 
 from k3jax.chat import ChatLiterals, ChatParser, ToolCallDelta, render_chat
 from k3jax.tokenizer import Tokenizer
@@ -63,21 +64,22 @@ class LLM:
     """A model in this process.
 
     `settings` are the fields of `serving.config.ServeConfig`; those about HTTP have no effect here, and
-    `max_waiting` is 0 (no bound) unless given. Use it as a context manager, or call `close`, to give the device back.
+    `max_waiting` is 0 (no bound) unless given. A folder may be a string or a `pathlib.Path`. Use it as a context
+    manager, or call `close`, to give the device back.
 
         with LLM("demo") as llm:
             print(llm.generate("The capital of France is", max_tokens=8, temperature=0.0)[0].text)
 
     Raises:
-        serving.config.ConfigError: a setting cannot work.
+        serving.config.ConfigError: a setting is of another type, or cannot work.
     """
 
-    def __init__(self, model: str = "demo", **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "demo", **settings: Any) -> None:
         from serving.config import ServeConfig
         from serving.launch import build_engine  # imports jax, which takes seconds
 
         settings.setdefault("max_waiting", 0)
-        self._set(*build_engine(ServeConfig(model=model, **settings)))
+        self._set(*build_engine(ServeConfig(model=cast(str, model), **settings)))
 
     @classmethod
     def from_engine(

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import serving
 from k3jax.chat import load_chat_literals
 from k3jax.tokenizer import load_tokenizer
+from serving.config import ConfigError
 from serving.core.types import ExecutorLimits
 from serving.engine import Engine, EngineState
 from serving.fake_executor import FakeExecutor
@@ -148,3 +150,25 @@ def test_closing_stops_the_engine():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Model'"):
         _ = serving.Model
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"adaptive_verification": 0}, "adaptive_verification=0 is of type int. Give True or False"),
+        ({"adaptive_verification": "no"}, "adaptive_verification='no' is of type str. Give True or False"),
+        ({"draft_tokens": 2.5}, "draft_tokens=2.5 is of type float. Give a whole number"),
+        ({"draft": False}, "draft=False is of type bool. Give 'none' or a path"),
+        ({"draft": 5}, "draft=5 is of type int. Give 'none' or a path"),
+        ({"model": None}, "model=None is of type NoneType. Give 'demo' or a path"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_before_anything_is_loaded(settings: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        serving.LLM(**settings)
+
+
+def test_a_model_may_be_given_as_a_path(tmp_path: Path):
+    """It is read, and what is missing in it is told."""
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json does not exist"):
+        serving.LLM(tmp_path, load_format="fake")
