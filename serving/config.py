@@ -135,7 +135,11 @@ class ServeConfig:
         choices=TOKEN_BUDGETS,
     )
     reserve_draft_slots: int | None = setting(
-        None, "scheduling", "draft queries charged per request; unset: what the draft model needs, else 0", metavar="N"
+        None,
+        "scheduling",
+        "draft queries charged per request; `adaptive` then gives a step as many as --max-step-tokens; unset: what the "
+        "draft model needs, else 0",
+        metavar="N",
     )
     draft: str | None = setting(
         None,

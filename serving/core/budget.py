@@ -13,9 +13,9 @@ _SLOWDOWN_PERCENT = 115  # of the steps a prompt takes alone: until then younger
 class StepBudget:
     """What one step may still take: target tokens and draft queries, charged for scheduled requests only.
 
-    `adaptive` keeps the totals apart: n tokens from one, the request's draft queries from the other. `additive` takes n
-    from one and n plus the draft queries from the other; both start at the step's size. `static` sets the draft queries
-    of all rows aside beforehand.
+    `adaptive` keeps the totals apart: n tokens from one, the request's draft queries from the other, which is what the
+    draft pass holds (`SchedulerPolicy.draft_capacity`). `additive` takes n from one and n plus the draft queries from
+    the other; both start at the step's size. `static` sets the draft queries of all rows aside beforehand.
     """
 
     def __init__(self, limits: ExecutorLimits, policy: SchedulerPolicy) -> None:

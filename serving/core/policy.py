@@ -17,7 +17,8 @@ class SchedulerPolicy:
     """Settings of one scheduler.
 
     `reserve_draft_slots` are the draft queries that every scheduled request is charged for (None: what the draft model
-    needs); `draft_capacity` is how many the draft pass holds (None: as many as all rows can ask for).
+    needs); `draft_capacity` is how many the draft pass holds (None: as many as all rows can ask for; where the queries
+    are given and counted apart, as many as a step holds tokens).
     `adaptive_verification` verifies as many drafts as pay by the measured costs of steps, else all.
     """
 
@@ -58,6 +59,14 @@ class SchedulerPolicy:
             raise ValueError(
                 f"block={self.block} is not a multiple of the page size {limits.page_size}. Use the page size."
             )
-        if self.reserve_draft_slots is not None:
+        if self.reserve_draft_slots is None:
+            return dataclasses.replace(self, reserve_draft_slots=limits.draft_tokens)
+        if self.token_budget != "adaptive" or self.draft_capacity is not None:
             return self
-        return dataclasses.replace(self, reserve_draft_slots=limits.draft_tokens)
+        if self.reserve_draft_slots > limits.max_step_tokens:
+            raise ValueError(
+                f"reserve_draft_slots={self.reserve_draft_slots} of one request do not fit a draft pass, which holds "
+                f"as many as a step: {limits.max_step_tokens}. Raise max_step_tokens (--max-step-tokens), or reserve "
+                "fewer (--reserve-draft-slots)."
+            )
+        return dataclasses.replace(self, draft_capacity=limits.max_step_tokens)

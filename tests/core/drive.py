@@ -258,8 +258,8 @@ class Drive:
     def _check_budgets(self, plan: StepPlan) -> None:
         num_requests = len(plan.decode_rows) + len(plan.chunks)
         num_tokens = len(plan.decode_rows) + plan.num_drafts + sum(len(chunk.token_ids) for chunk in plan.chunks)
-        policy, limits = self.policy, self.limits
-        queries = policy.on_device(limits).reserve_draft_slots or 0
+        policy, limits = self.policy.on_device(self.limits), self.limits
+        queries = policy.reserve_draft_slots or 0
         num_drafts = num_requests * queries
         if policy.token_budget == "additive":
             assert num_tokens + num_drafts <= limits.max_step_tokens, plan

@@ -29,8 +29,10 @@ class ServiceOrder:
         self._has_loads = limits.host_cache_bytes > 0
         has_cuts = policy.prefix_cache and policy.checkpoint != "off"
         # Draft queries take room from prompts unless they are counted apart and the draft pass holds them all.
-        is_apart = policy.token_budget == "adaptive" and policy.draft_capacity is None
-        self._is_bounded = not has_cuts and (is_apart or not policy.on_device(limits).reserve_draft_slots)
+        placed = policy.on_device(limits)
+        queries = limits.num_rows * (placed.reserve_draft_slots or 0)
+        holds_all = placed.draft_capacity is None or placed.draft_capacity >= queries
+        self._is_bounded = not has_cuts and (not queries or (policy.token_budget == "adaptive" and holds_all))
         self._keys: dict[int, tuple[int, int]] = {}  # of live requests, by seed
         self._rows: dict[int, int] = {}  # row -> seed
         self._turns: dict[int, _Turns] = {}

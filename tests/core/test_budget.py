@@ -80,7 +80,7 @@ def _limits(max_step_tokens, num_rows, draft_tokens=0):
     ],
 )
 def test_the_published_table_is_exact(token_budget, slots, expected):
-    policy = SchedulerPolicy(token_budget=token_budget, reserve_draft_slots=slots)
+    policy = SchedulerPolicy(token_budget=token_budget, reserve_draft_slots=slots).on_device(_limits(8192, 1024))
     assert {count: _tokens_of(count, policy) for count in expected} == expected
 
 
@@ -131,6 +131,25 @@ def test_a_full_draft_pass_ends_the_step():
     assert budget.num_single == 1
     budget.charge(1)
     assert budget.room == budget.num_single == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_requests"),
+    [(None, 8), (0, 8), (7, 8), (8, 8), (9, 7), (16, 4), (64, 1)],
+)
+def test_given_draft_queries_that_are_counted_apart_bound_the_requests_of_a_step(slots, num_requests):
+    """Eight rows, a step of 64, so a draft pass of 64. Each request is charged; those that are not there are not."""
+    limit = _limits(64, 8, 7)
+    budget = StepBudget(limit, SchedulerPolicy(reserve_draft_slots=slots).on_device(limit))
+    assert budget.room == 64
+    assert min(budget.num_single, limit.num_rows) == num_requests
+    budget.charge(num_requests, num_requests)
+    assert budget.room == (64 - 8 if slots in (0, 7) else 0)
+
+
+def test_more_draft_queries_than_a_step_holds_are_refused_with_the_fix():
+    with pytest.raises(ValueError, match=r"reserve_draft_slots=65 .*: 64\. .*--max-step-tokens.*--reserve-draft-slots"):
+        SchedulerPolicy(reserve_draft_slots=65).on_device(_limits(64, 8))
 
 
 @given(

@@ -160,6 +160,14 @@ def test_a_draft_pass_without_room_for_all_lets_fewer_rows_run():
     assert max(len(plan.decode_rows) + len(plan.chunks) for plan in drive.plans) == 2
 
 
+@pytest.mark.parametrize(("reserved", "most"), [(None, 4), (10, 4), (16, 2)])
+def test_draft_slots_reserved_by_hand_let_fewer_rows_run_once_a_step_cannot_hold_them(reserved, most):
+    drive = _drive(3, "random", settings={"reserve_draft_slots": reserved}, max_step_tokens=40)
+    drive.add(*(request(name, 6, 20) for name in "abcd"))
+    drive.run()
+    assert max(len(plan.decode_rows) + len(plan.chunks) for plan in drive.plans) == most
+
+
 def test_more_drafts_than_a_block_are_refused_at_the_start():
     with pytest.raises(
         ValueError, match="draft_tokens=8 could cross two blocks of 8 tokens in one step. Use at most 7"
