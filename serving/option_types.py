@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,6 +18,8 @@ class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line, without the usage before it; exit status 2."""
 
     def error(self, message: str) -> NoReturn:
+        if given := re.fullmatch(r"argument (\S+)/(--no-\S+): ignored explicit argument (.*)", message):
+            message = f"argument {given[1]} takes no value, such as {given[3]}. Give {given[1]} or {given[2]}."
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

@@ -192,6 +192,15 @@ def test_a_bad_option_is_refused_in_one_line_with_the_fix(option, value, fix, ca
     assert f"argument {option}: " in error and value.split(",")[-1] in error and error.endswith(f"{fix}\n")
 
 
+def test_a_value_of_a_switch_is_answered_with_its_two_flags(capsys):
+    with pytest.raises(SystemExit):
+        main(["--adaptive-verification=False"])
+    error = capsys.readouterr().err
+    assert error.endswith(
+        " takes no value, such as 'False'. Give --adaptive-verification or --no-adaptive-verification.\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
