@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from k3jax import loading
-from k3jax.checkpoint_reader import Checkpoint, open_checkpoint
-from k3jax.config import K3Config
+from k3jax.checkpoint_reader import Checkpoint, LoadError, open_checkpoint
+from k3jax.config import ConfigError, K3Config
 from k3jax.draft_config import DraftConfig, check_against
+from k3jax.draft_faults import faulty, values_that_are_no_numbers
+from k3jax.draft_fields import DraftError
 from k3jax.draft_params import for_checkpoint
 from k3jax.draft_sharding import place
 from k3jax.loading import Progress
-from k3jax.params import Tree
+from k3jax.params import Tree, flatten
 from k3jax.sharding.collectives import SINGLE, Parallel
 from k3jax.sharding.mesh import parallel_of
 
@@ -34,14 +36,25 @@ class DraftFolder(NamedTuple):
 def open_draft(path: str | Path, target: K3Config) -> DraftFolder:
     """Check a draft's folder from its configuration and headers alone.
 
-    Raises `ConfigError` when it is no draft, or one for another target; `LoadError` with every missing, unknown or
-    misshapen tensor.
+    Raises `DraftError` when it is no draft, or one for another target, or with its missing, unknown or misshapen
+    tensors.
     """
-    config = DraftConfig.from_file(path)
-    check_against(config, target)
-    checkpoint = open_checkpoint(path)
-    tree = for_checkpoint(config, [*checkpoint.tensors, *checkpoint.lost])
-    loading.check(checkpoint, tree)
+    try:
+        config = DraftConfig.from_file(path)
+    except ConfigError as error:
+        raise DraftError(str(error)) from None
+    folder = Path(path)
+    try:
+        check_against(config, target)
+        checkpoint = open_checkpoint(folder)
+        tree = for_checkpoint(config, [*checkpoint.tensors, *checkpoint.lost])
+    except ConfigError as error:
+        raise DraftError(f"{folder}: {error}") from None
+    except LoadError as error:
+        raise faulty(folder, error.problems) from None
+    problems = loading.find_problems(checkpoint, tree)
+    if any(problems.values()):
+        raise faulty(folder, problems)
     return DraftFolder(config, checkpoint, {name: group for name, group in tree.items() if name != "copies"})
 
 
@@ -55,9 +68,13 @@ def load_draft(
 ) -> Tree:
     """The draft's arrays, on the default device or spread over `mesh` as `draft_sharding.place` says.
 
-    Raises `ConfigError` when the mesh does not divide the vocabulary.
+    Raises `ConfigError` when the mesh does not divide the vocabulary, `DraftError` for NaN and infinite weights: a
+    step would verify what they draft, reject all of it, and say nothing.
     """
     if parallel is None:
         parallel = SINGLE if mesh is None else parallel_of(mesh)
     placed = place(folder.tree, folder.config, parallel)
+    names = [source.name for _, spec in flatten(folder.tree) for source in spec.sources()]
+    if bad := values_that_are_no_numbers(folder.checkpoint, names):
+        raise faulty(folder.checkpoint.folder, {"values that are no numbers": bad})
     return loading.fill_tree(folder.checkpoint, placed, dtype, mesh, parallel, progress=progress)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from k3jax.chat import ChatLiterals, LiteralsError, load_chat_literals
 from k3jax.config import K3Config
+from k3jax.draft_config import DraftConfig, length_warning
 from k3jax.tokenizer import Tokenizer, load_tokenizer
 from serving.config import ConfigError, ServeConfig, flag_name
 from serving.core.policy import BLOCK, Checkpoint, SchedulerPolicy, TokenBudget
@@ -62,6 +63,13 @@ def draft_folder(config: ServeConfig) -> pathlib.Path | None:
     return None
 
 
+def warn_of_short_draft(draft: pathlib.Path | None, limits: ExecutorLimits) -> None:
+    """Say it where requests may become longer than the draft was made for."""
+    warning = draft and length_warning(DraftConfig.from_file(draft), limits.max_model_len)
+    if warning:
+        logger.warning("draft %s: %s. Use a draft for longer contexts, or a smaller --max-model-len.", draft, warning)
+
+
 def build_engine(
     config: ServeConfig, progress: Progress | None = None
 ) -> tuple[Engine, Tokenizer | None, ChatLiterals | None]:
@@ -85,8 +93,10 @@ def build_engine(
         def check(limits: ExecutorLimits) -> None:
             check_effects(config, limits)
             Scheduler(limits, policy=policy)
+            warn_of_short_draft(draft, limits)
 
-        executor = build_executor(config, model_config, folder, draft_folder(config), report, check)
+        draft = draft_folder(config)
+        executor = build_executor(config, model_config, folder, draft, report, check)
     engine = Engine(
         executor, max_waiting=config.max_waiting or None, seed=config.seed, policy=policy, overlap=config.overlap
     )

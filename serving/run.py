@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.chat import ChatLiterals
+from k3jax.draft_fields import DraftError
 from serving.api.app import build_app
 from serving.api.state import Backend, ServerState
-from serving.config import ConfigError, ServeConfig
+from serving.config import NO_DRAFT, ConfigError, ServeConfig
 from serving.flags import parse_config
 from serving.garbage import collect_rarely
 from serving.server import DrainingServer
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None, build: Build | None = None) -> 
     try:
         config = parse_config(sys.argv[1:] if arguments is None else arguments, os.environ)
         check_model_folder(config)
+        check_draft_folder(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,6 +65,33 @@ def check_model_folder(config: ServeConfig) -> None:
         raise ConfigError(f"--model={config.model!r} is no folder. Give `demo` or the folder of a checkpoint.")
     if not (folder / "config.json").is_file():
         raise ConfigError(f"--model={config.model!r} has no config.json. Give the folder of a whole checkpoint.")
+
+
+def check_draft_folder(config: ServeConfig) -> None:
+    """Catch a wrong path before anything starts; the loader checks the content.
+
+    Raises:
+        ConfigError: the folder is missing or holds no config.json.
+    """
+    if not config.wants_draft:
+        return
+    given, folder = f"--draft={config.draft!r}", Path(str(config.draft))
+    word = str(config.draft).lower()
+    if word == "demo":  # no folder is meant, though a checkout has one of this name
+        raise ConfigError(
+            f"{given} is no folder of a draft. The demo's own comes with --model demo: leave out --draft."
+        )
+    try:
+        is_file, is_folder, has_config = folder.is_file(), folder.is_dir(), (folder / "config.json").is_file()
+    except OSError as error:
+        raise ConfigError(f"{given} cannot be read: {error.strerror}. Give the folder of a DSpark draft.") from None
+    if is_file:
+        raise ConfigError(f"{given} is a file. Give the folder that it lies in: --draft={str(folder.parent)!r}.")
+    if not is_folder:
+        none = f"Write `{NO_DRAFT}` to draft nothing, or give" if word == NO_DRAFT else f"Use `{NO_DRAFT}`, or give"
+        raise ConfigError(f"{given} is no folder. {none} the folder of a DSpark draft.")
+    if not has_config:
+        raise ConfigError(f"{given} has no config.json. Give the folder of a whole DSpark draft.")
 
 
 def listen(config: ServeConfig) -> socket.socket:
@@ -117,11 +146,23 @@ def _build(state: ServerState, server: DrainingServer, port: int, build: Build |
     except Exception as error:
         logger.debug("The engine could not be built.", exc_info=True)
         reason = " ".join(str(error).split()) or type(error).__name__
-        logger.error("Cannot serve --model %s: %s", state.config.model, reason)
+        logger.error("Cannot serve%s: %s", _culprit(error, reason, state.config), reason)
         state.fail(reason)
         server.stop_after_failed_build()
         return
     log_ready(state, port)
+
+
+def _culprit(error: Exception, reason: str, config: ServeConfig) -> str:
+    """The flag that named what cannot be served, unless the reason begins with one itself.
+
+    The demo's own draft comes with `--model demo`.
+    """
+    if reason.startswith("--"):
+        return ""
+    if isinstance(error, DraftError) and config.wants_draft:
+        return f" --draft {config.draft}"
+    return f" --model {config.model}"
 
 
 if __name__ == "__main__":

@@ -138,6 +138,18 @@ def test_a_port_in_use_is_one_line_and_exit_2():
         (["--modle", "demo"], "Did you mean --model?"),
         (["--dcp", "2"], "--dcp=2"),
         (["--port", "eighty"], "--port"),
+        (
+            ["--draft", "/no/such/folder"],
+            "--draft='/no/such/folder' is no folder. Use `none`, or give the folder of a DSpark",
+        ),
+        (["--draft", "NONE"], "--draft='NONE' is no folder. Write `none` to draft nothing"),
+        (
+            ["--draft", "demo"],
+            "--draft='demo' is no folder of a draft. The demo's own comes with --model demo: leave out",
+        ),
+        (["--draft", "demo/draft/config.json"], "is a file. Give the folder that it lies in: --draft='demo/draft'."),
+        (["--draft", "tests/data"], "--draft='tests/data' has no config.json. Give the folder of a whole DSpark"),
+        (["--draft", "x" * 300], " cannot be read: File name too long. Give the folder"),
     ],
 )
 def test_a_configuration_mistake_is_one_line_and_exit_2(flags: list[str], words: str):

@@ -139,12 +139,12 @@ def test_a_draft_is_recognised_by_its_tensors_too():
         ("torchspec", {"mla_use_output_gate": True}, "mla_use_output_gate=True is not supported"),
         ("torchspec", {"aux_hidden_stream": "attnres"}, "aux_hidden_stream='attnres' is unknown"),
         ("torchspec", {"kv_lora_rank": 0}, "kv_lora_rank=0 of the draft must be positive"),
-        ("torchspec", {"qk_rope_head_dim": 63}, "the rotated width 63 must be even"),
+        ("torchspec", {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63, the rotated width, must be even"),
         ("speculators", {"aux_hidden_state_layer_ids": [0, 48, 72, 88, 92]}, "must lie in the target's layers"),
         ("speculators", {"speculators_model_type": "eagle3"}, "speculators_model_type='eagle3' is not supported"),
-        ("speculators", {"sample_from_anchor": False}, "sample_from_anchor=false is not supported"),
+        ("speculators", {"sample_from_anchor": False}, "sample_from_anchor=False is not supported"),
         ("speculators", {"draft_vocab_size": 32000}, "draft_vocab_size=32000 must equal vocab_size=163840"),
-        ("speculators", {"layer_types": ["full_attention", "sliding_attention"]}, "all layers must be"),
+        ("speculators", {"layer_types": ["full_attention"] * 4 + ["sliding_attention"]}, "all layers must be"),
         ("speculators", {"sliding_window": None}, "all layers must be"),
         ("speculators", {"use_sliding_window": False}, "all layers must be"),
         ("speculators", {"num_key_value_heads": 7}, "must be a multiple of num_key_value_heads=7"),
@@ -216,7 +216,7 @@ def test_a_draft_of_another_width_or_depth_does_not_fit():
         check_against(draft, presets.tiny_mesh())
     for reason in (
         "its hidden_size is 7168, the target's 128",
-        "it taps hidden states of 7168",
+        "its target_hidden_size is 7168, the target's hidden_size 128",
         "it taps layers [23, 47, 71, 87, 91], the target's last is 5",
     ):
         assert reason in str(error.value)

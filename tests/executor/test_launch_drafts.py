@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from k3jax.draft_config import DraftConfig
 from k3jax.draft_loading import open_draft
 from serving import launch
 from serving.config import ConfigError, ServeConfig
+from serving.run import main
 from tests.conversion_names.draft_data import changed, draft_tensors, tiny
 from tests.executor.device import CONFIG
 from tests.executor.test_launch import build, restored_settings  # noqa: F401  (a fixture for every test here)
@@ -106,6 +108,30 @@ def test_a_folder_that_is_not_there_is_named(monkeypatch, model, tmp_path):
 def test_a_model_is_no_draft(monkeypatch, model):
     with pytest.raises(ValueError, match="this is not a draft"):
         build(monkeypatch, model, draft=str(model))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 0}, " --draft {draft}: {draft}/config.json: rms_norm_eps=0 must lie between 0 and 1"),
+        ({"block_size": 16}, ": --draft={draft} drafts blocks of 16 tokens; a step verifies at most 15"),
+    ],
+)
+def test_a_bad_draft_is_one_line_that_names_its_flag_and_exit_2(tmp_path, caplog, model, draft, changes, words):
+    folder = shutil.copytree(draft, tmp_path / "bad")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+    flags = ("--port", "0", "--compile-cache", str(tmp_path / "cache"))
+    assert main(["--model", str(model), "--draft", str(folder), *flags]) == 2
+    (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert error.startswith("Cannot serve" + words.format(draft=folder)) and "\n" not in error
+
+
+def test_lengths_beyond_those_of_the_draft_are_warned_of(caplog, monkeypatch, model, tmp_path):
+    folder = write(tmp_path / "short", max_position_embeddings=64)
+    limits = build(monkeypatch, model, draft=str(folder)).limits
+    (warning,) = [record.getMessage() for record in caplog.records if "max_position_embeddings" in record.getMessage()]
+    assert f"is 64, requests may have {limits.max_model_len} tokens" in warning and str(folder) in warning
 
 
 def test_what_the_flags_of_speculation_came_to_is_told(monkeypatch, model, draft):

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from k3jax import params
-from k3jax.checkpoint_reader import LoadError
 from k3jax.config import ConfigError
 from k3jax.draft_config import DraftConfig
+from k3jax.draft_fields import DraftError
 from k3jax.draft_loading import load_draft, open_draft
 from k3jax.draft_params import abstract_draft
 from k3jax.draft_sharding import place
@@ -56,7 +56,7 @@ def test_a_copy_of_another_shape_is_refused(tmp_path):
     tensors = load_file(path)
     tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"][:-1]
     save_file(tensors, path)
-    with pytest.raises(LoadError, match=r"embed_tokens.weight is \[511, 128\], expected \[512, 128\]"):
+    with pytest.raises(DraftError, match=r"embed_tokens.weight is \[511, 128\], expected \[512, 128\]"):
         open_draft(tmp_path, TARGET)
 
 
@@ -66,7 +66,7 @@ def test_a_tensor_too_many_and_one_too_few_are_named(tmp_path):
     tensors = load_file(path)
     tensors["layers.0.self_attn.gate.weight"] = tensors.pop("layers.1.mlp.up_proj.weight")
     save_file(tensors, path)
-    with pytest.raises(LoadError) as error:
+    with pytest.raises(DraftError) as error:
         open_draft(tmp_path, TARGET)
     assert error.value.problems == {
         "missing tensors": ["layers.1.mlp.up_proj.weight"],
