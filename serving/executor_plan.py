@@ -31,26 +31,39 @@ def buckets(
     drafts: int = 0,
     *,
     rests: bool = False,
+    prompts_rest_in_any: bool = True,
     min_tile: int = MIN_TILES["cpu"],
 ) -> tuple[StepShape, ...]:
     """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact.
 
-    With `drafts`, `rests` adds two for each row bucket, of steps in which the draft model does not run: decode steps,
-    and those with a prompt of the smallest prefill bucket, which come while requests arrive.
+    With `drafts`, `rests` adds some of steps in which the draft model does not run: decode steps for each row bucket,
+    and those with a prompt of the smallest prefill bucket, which come while requests arrive, for each or, without
+    `prompts_rest_in_any`, for the largest only.
     """
     rows = [r for r in ROW_BUCKETS if r < max_rows] + [max_rows]
     prefill = [p for p in PREFILL_BUCKETS if p < max_prefill] + [max_prefill]
     shape = functools.partial(StepShape, min_tile=min_tile)
-    resting = [shape(rows=r, prefill_tokens=p) for p in prefill[:2] for r in rows] if drafts and rests else []
+    resting: list[StepShape] = []
+    if drafts and rests:
+        resting = [shape(rows=r, prefill_tokens=0) for r in rows]
+        resting += [shape(rows=r, prefill_tokens=prefill[1]) for r in (rows if prompts_rest_in_any else rows[-1:])]
     return (*resting, *(shape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows))
 
 
 def buckets_for(program: StepProgram, max_rows: int, max_prefill: int) -> tuple[StepShape, ...]:
     """Those of a program on its devices."""
     drafts = program.drafting.tokens if program.drafting else 0
-    # A CPU's loops end at the tokens that are there, so that one program serves both kinds of step.
-    rests = program.platform != "cpu"
-    return buckets(max_rows, max_prefill, drafts, rests=rests, min_tile=program.min_tile)
+    # To a CPU room for drafts costs time even where none are verified: up to four times that of a decode step. With a
+    # prompt it is less, and nothing to speak of for few rows, so that a start saves itself the compilation.
+    prompts_rest_in_any = program.platform != "cpu"
+    return buckets(
+        max_rows,
+        max_prefill,
+        drafts,
+        rests=True,
+        prompts_rest_in_any=prompts_rest_in_any,
+        min_tile=program.min_tile,
+    )
 
 
 def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:

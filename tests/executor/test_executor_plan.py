@@ -1,6 +1,8 @@
 """Plans become arrays of one bucket, and ids that JAX would clip in silence are refused."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from k3jax.cache import CacheShape
+from k3jax.programs import StepProgram
 from k3jax.step_inputs import StepShape, pack, packed_size, unpack
 from serving import executor_plan
 from serving.core.seam import StepRejected
@@ -261,6 +264,33 @@ def test_a_bucket_without_drafts_takes_only_steps_that_neither_verify_nor_make_a
     assert chosen(512, num_drafts=0, is_drafting=True) == StepShape(rows=8, prefill_tokens=512, drafts=3)
     assert chosen(513, num_drafts=0, is_drafting=False) == StepShape(rows=8, prefill_tokens=1000, drafts=3)
     assert buckets(8, 64, rests=True) == buckets(8, 64)
+
+
+def test_prompts_may_rest_in_the_largest_bucket_only():
+    """What a CPU compiles: a step of few rows with a prompt takes the program with drafts, one of many does not."""
+    shapes = buckets(32, 512, drafts=3, rests=True, prompts_rest_in_any=False)
+    resting = [(shape.rows, shape.prefill_tokens) for shape in shapes if not shape.drafts]
+    assert resting == [(8, 0), (32, 0), (32, 512)]
+    assert len(shapes) == len(buckets(32, 512, drafts=3)) + 3
+
+    def chosen(num_rows: int, num_prompt: int = 0) -> tuple[int, int, int]:
+        chunk = PrefillChunk(row=31, start=0, token_ids=(5,) * num_prompt, is_last=False)
+        chunks = (chunk,) if num_prompt else ()
+        plan = StepPlan(step=0, decode_rows=tuple(range(num_rows)), chunks=chunks, is_drafting=False)
+        shape = choose_bucket(plan, shapes)
+        return shape.rows, shape.prefill_tokens, shape.drafts
+
+    assert [chosen(2), chosen(9)] == [(8, 0, 0), (32, 0, 0)]
+    assert [chosen(2, 64), chosen(9, 64)] == [(8, 512, 3), (32, 512, 0)]
+
+
+def test_a_draft_rests_on_every_platform():
+    program = SimpleNamespace(drafting=SimpleNamespace(tokens=3), platform="cpu", min_tile=8)
+    on_cpu = executor_plan.buckets_for(cast(StepProgram, program), 32, 512)
+    program.platform = "gpu"
+    on_gpu = executor_plan.buckets_for(cast(StepProgram, program), 32, 512)
+    assert [len([shape for shape in shapes if not shape.drafts]) for shapes in (on_cpu, on_gpu)] == [3, 4]
+    assert set(on_cpu) < set(on_gpu)
 
 
 @pytest.mark.parametrize("has_context", [True, False])
