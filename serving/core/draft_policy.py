@@ -1,9 +1,13 @@
 """How many drafts a step verifies, and whether it makes new ones.
 
 A draft that is verified costs time whether it holds or not. With B drafts a step is expected to bring one token a row
-and the B best chances of survival, so B is chosen to bring most tokens per second under the measured costs of steps. It
-is chosen here, from chances that are a step old; which drafts they are the device decides, from those it has. Drafts
-are made only where that clearly beats steps without any.
+and the B best chances of survival, so B is chosen to bring most tokens per second under the measured costs of steps.
+Which drafts they are the device decides. Drafts are made only where that clearly beats steps without any.
+
+B is chosen from chances that are a step old: those of the drafts that an earlier plan has let be verified, or dropped,
+also where those of the drafts at hand are known already. For drafts may be left out for anything but what they are: the
+chance of a later draft tells which token an earlier one is, and were it asked whether to verify that one, the tokens
+that it keeps would come too often, and the sampled text would not follow the target's distribution.
 
 The draft's own confidence is not trusted blindly: it is scaled by what was accepted lately over what it had promised,
 position by position. So a draft that is of no use ends unverified, whatever it says of itself. It is tried again now
@@ -200,7 +204,7 @@ class DraftPolicy:
         for request in requests:
             num_left = request.end_at - request.num_written - 1
             if request.has_drafts:
-                survival = request.survival or self._estimate.usual()
+                survival = request.past_survival or self._estimate.usual()
                 if num_left >= most == len(survival):
                     own += survival
                 else:

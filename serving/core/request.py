@@ -66,6 +66,7 @@ class LiveRequest:
     num_unsure: int = 0  # drafts that those may accept
     has_drafts: bool = False  # its newest step left it some
     survival: tuple[float, ...] = ()  # of the drafts that its newest result read has left; (): nothing is known
+    past_survival: tuple[float, ...] = ()  # the newest of drafts that a plan has let be verified, or dropped
     pause_at: int = 0  # a decode that has written so much needs more than its next token: a page, a checkpoint, an end
     boundaries: list[int] = dataclasses.field(default_factory=list)  # where this prompt leaves checkpoints, ascending
     kept: PrefixNode | None = None  # node of the one checkpoint that its decoding left
@@ -105,10 +106,13 @@ class LiveRequest:
         """Start over: the device has nothing of the request."""
         self.num_written = self.pause_at = 0
         self.num_settled = self.num_verifying = self.num_unsure = 0
-        self.has_drafts, self.survival = False, ()
+        self.has_drafts = False
+        self.survival = self.past_survival = ()
 
     def dispatch_verify(self, num_drafts: int) -> None:
         """Note a step that accepts up to `num_drafts` drafts, and brings at least one token unless all are there."""
+        if not self.num_verifying:
+            self.past_survival = self.survival
         self.num_verifying += 1
         self.num_unsure += num_drafts
         self.num_written = min(self.num_settled + self.num_verifying, self.end_at)
@@ -125,6 +129,12 @@ class LiveRequest:
         self.num_verifying -= 1
         self.num_unsure -= num_drafts
         self.num_written = min(self.num_settled + self.num_verifying, self.end_at)
+
+    def take_survival(self, survival: tuple[float, ...]) -> None:
+        """Note the chances of the drafts that the newest result read has left, behind its `settle_verify`."""
+        self.survival = survival
+        if self.num_verifying:
+            self.past_survival = survival  # the next step is out: whether they are verified is settled
 
     def digest(self, page: int, page_size: int) -> bytes:
         """Digest of the sequence up to the end of full page `page`."""

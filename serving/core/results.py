@@ -85,8 +85,10 @@ def _take_bursts(
                 request.num_written = written if written < end_at else end_at
                 num_by_drafted[num_drafted] += 1
                 num_by_accepted[num_tokens - 1] += 1
-                if is_drafting:
+                if is_drafting:  # as `take_survival`
                     request.survival = survival
+                    if verifying:
+                        request.past_survival = survival
                 tokens += token_ids
                 num_plain += num_tokens
                 fields = (request.request_id, token_ids, (), None, None, 0, None, num_drafted, num_tokens - 1)
@@ -114,7 +116,7 @@ def _take_bursts(
             if request.row is not None:
                 request.settle_verify(most, len(token_ids))
         if is_drafting and request.row is not None:
-            request.survival = survival
+            request.take_survival(survival)
         delta = _accept(state, request, row, crossing)
         if most is not None:
             num_by_drafted[num_drafted] += 1

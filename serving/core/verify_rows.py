@@ -37,7 +37,9 @@ def plan_verifies(state: SchedulerState, draft: PlanDraft) -> None:
         if written + unsure < request.pause_at:
             # As `dispatch_verify`, in one piece: it runs for nearly every row of every step.
             request.num_written, request.num_unsure = written, unsure
-            request.num_verifying += 1
+            if not (verifying := request.num_verifying):
+                request.past_survival = request.survival
+            request.num_verifying = verifying + 1
         elif _pass_pause(state, request, num_drafts, draft, verify):
             num_drafts = min(num_drafts, state.drafting.most_drafts(request))
             request.dispatch_verify(num_drafts)

@@ -46,7 +46,7 @@ def _row(*, survival=CERTAIN, num_left=50, may_draft=True, has_drafts=True):
         node=None,  # pyright: ignore[reportArgumentType]
     )
     live.num_written = end_at - num_left
-    live.survival = survival
+    live.past_survival = survival
     live.has_drafts = has_drafts and may_draft
     return live
 
@@ -109,7 +109,7 @@ def _run(policy, holds, num_steps, num_rows=1):
         num_tokens += num_rows
         counts = [min(7, max(0, choice.num_drafts - 7 * number)) for number in range(num_rows)]
         if choice.num_drafts:
-            policy.note([(row.survival, count, min(count, holds)) for count in counts if count])
+            policy.note([(row.past_survival, count, min(count, holds)) for count in counts if count])
             num_tokens += sum(min(count, holds) for count in counts)
         row.has_drafts = choice.is_drafting
     return seconds, num_tokens

@@ -60,9 +60,12 @@ def test_a_useful_draft_pays_and_most_so_where_few_rows_run(num_rows, gain):
 @pytest.mark.parametrize("drafts", [USEFUL, POOR, USELESS])
 def test_choosing_drafts_beats_verifying_all_where_tokens_cost_something(drafts):
     for num_rows in (16, 32):
-        chosen, everything = _run(num_rows, drafts), _run(num_rows, drafts, adaptive=False)
-        assert chosen.output_tokens_per_s > everything.output_tokens_per_s
-        assert chosen.draft_tokens < everything.draft_tokens
+        chosen, everything = (
+            [_run(num_rows, drafts, adaptive=adaptive, seed=seed) for seed in range(3)] for adaptive in (True, False)
+        )
+        # Chance alone makes two runs differ by some hundredths.
+        assert sum(run.simulated_s for run in chosen) < sum(run.simulated_s for run in everything)
+        assert sum(run.draft_tokens for run in chosen) < sum(run.draft_tokens for run in everything)
 
 
 def test_without_any_cost_of_drafts_all_are_verified():
