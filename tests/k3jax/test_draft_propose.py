@@ -90,6 +90,26 @@ def test_the_walk_follows_what_the_callback_chose(x64):
             assert int(found.tokens[row, index]) == previous
 
 
+@pytest.mark.parametrize("index", range(4))
+def test_the_chance_of_a_draft_does_not_depend_on_which_token_it_is(x64, index):
+    """Or leaving out those with low chances would leave out some tokens more than others."""
+    config = draft_config("gqa")
+    assert config.has_confidence
+    params, lm_head = jax.tree.map(jnp.asarray, random_draft(config)), tables(config)[1]
+    hidden, anchors = inputs(config)
+
+    def other(logits, number):
+        best = draft_propose.greedy(SINGLE)(logits, number)
+        return jnp.where(number == index, (best + 1) % config.vocab_size, best)
+
+    one, two = (
+        propose(params, lm_head, hidden, anchors, config=config, count=5, choose=choose) for choose in (None, other)
+    )
+    assert np.all(one.tokens[:, index] != two.tokens[:, index])
+    np.testing.assert_array_equal(one.survival[:, : index + 1], two.survival[:, : index + 1])
+    assert np.all(one.survival[:, index + 1] != two.survival[:, index + 1])
+
+
 def test_a_row_of_nan_has_valid_tokens_no_survival_and_no_effect_on_others(x64):
     config = draft_config("gqa")
     params, lm_head = jax.tree.map(jnp.asarray, random_draft(config)), tables(config)[1]
