@@ -177,6 +177,36 @@ def test_steps_in_which_the_draft_model_rests_change_no_token(name, draws_choice
     }
 
 
+def _sampled(overlap: bool, adaptive: bool, *, is_alone: bool = False) -> dict[str, list[int]]:
+    """The answers of a mix whose requests sample, each with a seed of its own, together or one by one."""
+    executor = drafting_executor("oracle")
+    waves_of = [
+        [
+            dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, temperature=1.0), max_tokens=24)
+            for each in wave
+        ]
+        for wave in numbered(SEED)
+    ]
+    if is_alone:
+        waves_of = [[each] for wave in waves_of for each in wave]
+    setting = Setting(policy=SchedulerPolicy(adaptive_verification=adaptive), overlap=overlap, limits=NO_HOST)
+    (answers,), loop = without.serve(executor, SEED, setting, lambda seed: waves_of)
+    assert 0 < loop.stats().accepted_draft_tokens_total < loop.stats().draft_tokens_total
+    executor.reset()
+    return answers
+
+
+def test_seeded_samples_do_not_depend_on_company_or_overlap_while_all_drafts_are_verified():
+    """There is room for all drafts here, and nobody is preempted."""
+    alone = _sampled(overlap=True, adaptive=False, is_alone=True)
+    assert all(_sampled(overlap, adaptive=False) == alone for overlap in (True, False))
+
+
+def test_seeded_samples_depend_on_how_many_drafts_are_verified(draws_choices):
+    """So with adaptive verification, which goes by measured times and by the other rows, they differ between runs."""
+    assert _sampled(overlap=True, adaptive=True) != _sampled(overlap=True, adaptive=True)
+
+
 @pytest.mark.slow
 def test_resting_steps_change_no_token_beside_snapshots(draws_choices):
     check("mixed", SEED, SETTINGS["warm cache"], rollback="snapshot", rests=True)
