@@ -22,6 +22,7 @@ from k3jax.pallas import kda_prefill_prepare, kda_prefill_together, kda_scan
 from k3jax.pallas.kda_prefill_memory import CHUNK, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
 from k3jax.pallas.kda_prefill_prepare import MULTIPROCESSORS
+from k3jax.pallas.kda_prefill_shares import share_out
 from k3jax.pallas.tensor_cores import Generation
 
 LOWER_BOUND = -5.0
@@ -65,7 +66,9 @@ class PrefillTiles:
     stages: int = 3  # tiles a block of the scan holds for the state side
     output_stages: int = 3  # and for the output side
     ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
-    scan_blocks: int = 0  # at most, of one launch whose other blocks prepare; see `in_one_launch`
+    launches: int = 2  # one after the other or, written for Hopper, both kernels in 1
+    # Tiles that a chain of one launch is taken to be carried over while a pair of warpgroups prepares one.
+    steps_per_turn: int = 14
     generation: Generation = "hopper"  # of the tensor cores
 
     def __post_init__(self) -> None:
@@ -73,23 +76,35 @@ class PrefillTiles:
             raise ValueError(f"stages={self.stages}: 2 let a tile load while another is used, and 3 are what fits")
         if self.output_stages not in (2, 3):
             raise ValueError(f"output_stages={self.output_stages}: must be 2 or 3, as for stages")
-        if not 0 <= self.scan_blocks < MULTIPROCESSORS[self.generation]:
-            raise ValueError(f"scan_blocks={self.scan_blocks}: must be 0 or leave blocks that prepare")
-        if self.scan_blocks and self.generation != "hopper":
-            raise ValueError(f"scan_blocks={self.scan_blocks}: one launch is written for Hopper alone")
+        if self.launches not in (1, 2):
+            raise ValueError(f"launches={self.launches}: must be 1 or 2")
+        if self.launches == 1 and self.generation != "hopper":
+            raise ValueError(f"launches={self.launches}: one launch is written for Hopper alone")
+        if self.steps_per_turn < 1:
+            raise ValueError(f"steps_per_turn={self.steps_per_turn}: must be at least 1")
 
-    def in_one_launch(self, heads: int) -> bool:
-        """Whether one launch prepares and scans: if all chains of a sequence can run at once.
 
-        Tiles are prepared in their order, each for all heads, so a chain that had to wait for others of its sequence
-        would begin when all has been prepared.
-        """
-        return heads * kda_prefill_together.PARTS <= self.scan_blocks
+def tiles_for(heads: int, generation: Generation = "hopper") -> PrefillTiles:
+    """One launch on Hopper if all chains of a sequence can run at once, and all of its blocks.
+
+    Tiles are prepared in their order, each for all heads, so a chain that had to wait for others of its sequence would
+    begin when all has been prepared.
+    """
+    is_together = generation == "hopper" and heads * kda_prefill_together.PARTS < MULTIPROCESSORS[generation]
+    return PrefillTiles(launches=1 if is_together and _has_multiprocessors(generation) else 2, generation=generation)
+
+
+def _has_multiprocessors(generation: Generation) -> bool:
+    """Whether the GPU has as many as the kernels are written for. Some Hoppers have fewer: blocks could wait for ever."""
+    device = jax.devices()[0]
+    return device.platform != "gpu" or device.core_count >= MULTIPROCESSORS[generation]
 
 
 SWEEP = (  # first two launches and one, else alike
     PrefillTiles(),
-    PrefillTiles(scan_blocks=32),
+    PrefillTiles(launches=1),
+    PrefillTiles(launches=1, steps_per_turn=10),
+    PrefillTiles(launches=1, steps_per_turn=20),
     PrefillTiles(output_stages=2, ahead=False),
     PrefillTiles(stages=2),
 )
@@ -120,14 +135,14 @@ def kda_prefill(
     or written, and none for an empty sequence. Slots of different sequences must differ.
     """
     heads = gate.shape[1]
-    tiles = tiles or PrefillTiles()
+    tiles = tiles or tiles_for(heads)
     layer = jnp.reshape(layer, (1,)).astype(jnp.int32)
     num_tiles, num_sequences = plan.token.shape[0], plan.slots.shape[0]
     sums = map(jnp.asarray, kda_prefill_prepare.sums(tiles.generation))
-    if tiles.in_one_launch(heads):
+    if tiles.launches == 1:
         run = together(num_tiles, num_sequences, heads, tiles, first_heads, interpret)
         counters = jax.new_ref(kda_prefill_together.make_counters(num_tiles, heads))
-        run(q, k, v, gate, a_log, dt_bias, beta, plan, layer, pool, out, counters, *sums)
+        run(q, k, v, gate, a_log, dt_bias, beta, plan, shares(plan, heads, tiles), layer, pool, out, counters, *sums)
         return
     prepare = kda_prefill_prepare.build(
         num_tiles, heads, interpret, first_heads, ahead=tiles.ahead, generation=tiles.generation
@@ -157,13 +172,18 @@ def together(
         num_tiles,
         num_sequences,
         heads,
-        tiles.scan_blocks,
         interpret,
         first_heads,
         stages=tiles.stages,
         output_stages=tiles.output_stages,
         ahead=tiles.ahead,
     )
+
+
+def shares(plan: Plan, heads: int, tiles: PrefillTiles) -> Array:
+    """How the blocks of `together` share the work of the plan."""
+    blocks = kda_prefill_together.grid_size(plan.token.shape[0], plan.slots.shape[0], heads)
+    return share_out(plan.num_tiles, heads, blocks, tiles.steps_per_turn)
 
 
 def supported(num_tokens: int, key_width: int, value_width: int, dtype, lower_bound: float | None) -> str | None:

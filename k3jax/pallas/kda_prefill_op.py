@@ -9,6 +9,7 @@ the grid of 64 cuts a tile, so what follows it is rounded otherwise than without
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -67,20 +68,22 @@ def prefill(
     config: K3Config,
     *,
     generation: Generation = "hopper",
-    scan_blocks: int = 0,
+    launches: int | None = None,
     interpret=None,
 ) -> tuple[Float[Array, "N W"], Pools]:
     """`kda_serving.prefill` on the kernels, the same arguments.
 
     Products take bfloat16 operands and sum in float32, as do states; the mixer's output is rounded to bfloat16 before
     its norm. Export offsets are 0 or at least 3, and one to slot 0 is left out. Slots must be distinct among chunks
-    and exports: not checked. `scan_blocks` is that of `kda_prefill.PrefillTiles`.
+    and exports: not checked. `launches` is that of `kda_prefill.PrefillTiles`.
     """
     num_tokens, width = out.shape
     if padding := -num_tokens % _ROW_TILE:  # never in a step: its token axis is a whole number of tiles
         projected, out = jax.tree.map(lambda x: jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))), (projected, out))
     rows, heads = projected.beta.shape
-    tiles = short_conv.tiles_for(width)
+    tiles, prefill_tiles = short_conv.tiles_for(width), kda_prefill.tiles_for(heads, generation)
+    if launches is not None:
+        prefill_tiles = dataclasses.replace(prefill_tiles, launches=launches)
     plan, sequences, conv_tiles, is_prefilled = schedule(chunks, rows, tiles.tokens)
     convolved, conv_pool = short_conv.short_conv_pallas(
         jnp.array([layer, 0], jnp.int32),
@@ -108,7 +111,7 @@ def prefill(
         state_ref,
         out_ref,
         first_heads=(0, heads, 2 * heads),
-        tiles=kda_prefill.PrefillTiles(generation=generation, scan_blocks=scan_blocks),
+        tiles=prefill_tiles,
         interpret=interpret,
     )
     mixed = jax.freeze(out_ref)

@@ -88,8 +88,8 @@ class Readers(NamedTuple):
     """Who waits for tiles in the same launch."""
 
     tell: Callable[[Array, Array], None]  # that all of a tile and head that this warpgroup stores has been stored
-    live_tiles: Callable[[], Array]  # the first so many tiles have rows
-    half_done: Any  # barrier of the pairs: the second one begins when the first is half done with its first tile
+    half_done: Any  # barrier of the pairs: the second one may begin when the first is half done with its first tile
+    is_awaiting: Array  # whether it does, as somebody already waits for tiles
 
 
 def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, finish_previous, v_head) -> None:
@@ -143,20 +143,36 @@ def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, finish_pre
         store((s["v"], prepared.values))
 
 
+class Share(NamedTuple):
+    """Units of a pair of warpgroups, `stride` apart."""
+
+    turns: Array
+    first: Array
+    stride: Any
+
+    def unit(self, turn) -> Array:
+        return self.first + turn * self.stride
+
+
+def _equal_share(pair, units: int, blocks: int, generation: Generation) -> Share:
+    """Blocks before pairs: few tiles spread over all of the GPU."""
+    first, stride = pair * blocks + lax.axis_index("block"), pairs_of(generation) * blocks
+    return Share(lax.div(units - first + stride - 1, jnp.int32(stride)), first, stride)
+
+
 def prepare_share(
     *refs,
     buffers: list,
     products,
     heads: int,
-    units: int,
-    blocks: int,
+    share_of: Callable,
     first_heads,
     ahead: bool,
     generation,
     is_interpreted,
     readers: Readers | None = None,
 ) -> None:
-    """What one of `blocks` prepares, the first ones of the grid.
+    """What a block prepares: `share_of` says how many `turns` a pair takes, and the `unit` of each, a tile of a head.
 
     Readers are told of a pair's first tile at once, of any other during the next one, when its writes are over.
     """
@@ -164,10 +180,7 @@ def prepare_share(
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
     q, k, _values, gate, _a_log, bias, beta, token, rows, _relative_sums, sums, *_outputs = refs
     s = of_pair(buffers, pair, generation)
-    block, stride = lax.axis_index("block"), pairs_of(generation) * blocks
-    # Blocks before pairs: few tiles spread over all of the GPU. If not every block has a second one, it is better that
-    # those with the first tiles have not, where somebody waits for these.
-    first_unit = pair * blocks + (block if readers is None else jnp.where(pair == 0, block, blocks - 1 - block))
+    share = share_of(pair)
 
     @pl.when(warpgroup == 0)
     def _():
@@ -176,13 +189,13 @@ def prepare_share(
     plgpu.barrier_wait(s["sums_loaded"])
 
     def place(turn) -> tuple:
-        unit = jnp.minimum(first_unit + turn * stride, units - 1)
+        unit = jnp.minimum(share.unit(turn), token.shape[0] * heads - 1)
         tile = lax.div(unit, jnp.int32(heads))
         return tile, unit - tile * heads
 
     def find(turn) -> tuple:
         tile, _ = place(turn)
-        return token[tile], jnp.where(first_unit + turn * stride < units, rows[tile], 0)
+        return token[tile], jnp.where(turn < share.turns, rows[tile], 0)
 
     def fetch(s: dict, turn, unit: _Unit) -> None:
         @pl.when(unit.rows > 0)
@@ -231,14 +244,13 @@ def prepare_share(
     if readers is not None:
         half_done = readers.half_done
         # If the second pair has a tile, so has the first one, an earlier one.
-        pl.when((pair == 1) & (found[1] > 0))(lambda: plgpu.barrier_wait(half_done))
+        pl.when((pair == 1) & (found[1] > 0) & readers.is_awaiting)(lambda: plgpu.barrier_wait(half_done))
     if ahead:
         pl.when(side == QUERY_SIDE)(lambda: fetch(s, 0, _Unit(*place(0), *found)))
-    lax.fori_loop(0, lax.div(units - first_unit + stride - 1, jnp.int32(stride)), visit, found)
+    lax.fori_loop(0, share.turns, visit, found)
     plgpu.wait_smem_to_gmem(0)
-    if readers is not None:
-        turns = lax.div(readers.live_tiles() * heads - first_unit + stride - 1, jnp.int32(stride))
-        pl.when(turns > 1)(lambda: readers.tell(*place(turns - 1)))
+    if readers is not None:  # whose shares have no tile without rows
+        pl.when(share.turns > 1)(lambda: readers.tell(*place(share.turns - 1)))
 
 
 def sums(generation: Generation = "hopper") -> tuple[np.ndarray, np.ndarray]:
@@ -280,8 +292,7 @@ def build(
                 buffers=list(buffers),
                 products=products,
                 heads=heads,
-                units=units,
-                blocks=grid,
+                share_of=lambda pair: _equal_share(pair, units, grid, generation),
                 first_heads=first_heads,
                 ahead=ahead,
                 generation=generation,

@@ -1,9 +1,13 @@
-"""KDA prefill on Hopper in one launch: the last blocks scan what the others prepare, tile by tile as it gets there.
+"""KDA prefill on Hopper in one launch: some blocks scan what others still prepare, tile by tile as it gets there.
 
-A persistent grid of blocks, one a multiprocessor. The first ones prepare (`kda_prefill_prepare`), tile after tile, of
-each tile all heads. The others scan (`kda_scan`), one half of V of a head after the other. Those that prepare tell the
-others of tiles through `tile_counters` and wait for nobody, so the launch ends however few of its blocks run at a time,
-as long as they start in order.
+A persistent grid of blocks, one a multiprocessor. How many turns all of them prepare (`kda_prefill_prepare`) before the
+last ones scan (`kda_scan`), and how many those are, depends on the sequences of the step, see `kda_prefill_shares`. The
+first chain of a block that scans is given by its place, the next ones it takes, the longest first, as it gets done.
+
+Nobody waits for what never comes. Who prepares waits for nobody else, and prepares all of its share before it scans. A
+scan waits only for tiles, of which `tile_counters` tell. So all is prepared and then scanned once every block runs. If
+scans begin at once, it is enough that blocks start in order: the first ones are those that they wait for. Otherwise as
+many blocks as scan must run at the same time, whatever the others do: they fit on as many multiprocessors.
 
 A scan takes four warpgroups here: the state's and the outputs' of `kda_scan`, and two that wait for tiles and fetch
 them, one for either. Registers pass from these to the state.
@@ -21,13 +25,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
 from k3jax.pallas import kda_prefill_memory, kda_prefill_prepare, kda_scan, tile_counters
-from k3jax.pallas.kda_prefill_memory import CHUNK, PAIRS, WIDTH
+from k3jax.pallas.kda_prefill_memory import PAIRS, WIDTH
 from k3jax.pallas.kda_prefill_plan import Plan
 from k3jax.pallas.kda_prefill_prepare import Readers, prepared_shapes
 from k3jax.pallas.kda_prefill_products import HopperProducts
+from k3jax.pallas.kda_prefill_shares import PARTS, Shares, pair_share, read_shares
 from k3jax.pallas.kda_scan import Chain, Place
 
-PARTS = WIDTH // CHUNK  # halves of V
 _WARPGROUPS = 2 * PAIRS
 _STORED = 2  # warpgroups that count a tile of a head once they have stored it
 _PARTICIPANTS = _STORED + 2 * PARTS  # and those that count it once they have seen it
@@ -69,32 +73,44 @@ class _FedChain(Chain):
         lax.fori_loop(0, self.num_tiles, visit, None)
 
 
-def _scan_in_turn(chain_of: Callable, first, stride: int, scans, finished) -> None:
-    """The chains `first`, `first + stride` and so on below `scans`, by all warpgroups of a block, each in its role."""
-    warpgroup = lax.axis_index("warpgroup")
-    turns = lax.div(scans - first + (stride - 1), jnp.int32(stride))
-    roles = (Chain.carry_state, Chain.write_outputs, _FedChain.feed_state, _FedChain.feed_outputs)
+def _scan_all(chain_of: Callable, first, shares: Shares, taken, numbers, finished) -> None:
+    """Chain `first` and those that are taken after it, by all warpgroups of a block, each in its role.
+
+    Every chain is followed by taking the next one, so chains are counted by `taken` as often as there are any.
+    """
+
+    def feed_state(chain: _FedChain, turn) -> None:
+        chain.feed_state()
+        # This warpgroup is done before the others. It may be two turns ahead of their reading: two numbers.
+        tile_counters.take(taken, shares.chains, numbers.at[turn & 1])
 
     def play(role: Callable, registers: int) -> None:
         plgpu.set_max_registers(registers, action="increase" if registers > _PREPARE_REGISTERS else "decrease")
 
-        def visit(turn, _):
-            role(chain_of(first + turn * stride))
+        def visit(found: tuple) -> tuple:
+            turn, chain = found
+            role(chain_of(chain), turn)
             kda_prefill_memory.together(finished)  # the next chain begins with all memory free
+            return turn + 1, shares.scanners + numbers[turn & 1].astype(jnp.int32)
 
-        lax.fori_loop(0, turns, visit, None)
+        lax.while_loop(lambda found: found[1] < shares.chains, visit, (jnp.int32(0), first))
 
+    roles = (
+        lambda chain, turn: chain.carry_state(),
+        lambda chain, turn: chain.write_outputs(),
+        feed_state,
+        lambda chain, turn: chain.feed_outputs(),
+    )
+    warpgroup = lax.axis_index("warpgroup")
     lax.switch(warpgroup, [functools.partial(play, *pair) for pair in zip(roles, _REGISTERS, strict=True)])
 
 
-def _place(scan, is_live: list, heads: int) -> Place:
-    """The chain of number `scan` among those of sequences that have tiles."""
-    rank = lax.div(scan, jnp.int32(heads * PARTS))
-    sequence, before = jnp.int32(0), jnp.int32(0)
-    for index, live in enumerate(is_live):
-        sequence = jnp.where((live > 0) & (before == rank), index, sequence)
-        before += live
-    return Place(sequence, lax.rem(lax.div(scan, jnp.int32(PARTS)), jnp.int32(heads)), lax.rem(scan, jnp.int32(PARTS)))
+def _place(chain, shares: Shares, heads: int) -> Place:
+    """The chain of that number."""
+    sequence = shares.order[lax.div(chain, jnp.int32(heads * PARTS))]
+    return Place(
+        sequence, lax.rem(lax.div(chain, jnp.int32(PARTS)), jnp.int32(heads)), lax.rem(chain, jnp.int32(PARTS))
+    )
 
 
 def _split(scratch: dict) -> tuple[dict, dict]:
@@ -103,12 +119,16 @@ def _split(scratch: dict) -> tuple[dict, dict]:
     return {name: ref for name, ref in scratch.items() if name not in barriers}, barriers
 
 
+def grid_size(num_tiles: int, num_sequences: int, heads: int) -> int:
+    """Blocks: one a multiprocessor, and not more than ever have anything to do."""
+    return min(kda_prefill_prepare.MULTIPROCESSORS["hopper"], (num_tiles + num_sequences * PARTS) * heads)
+
+
 @functools.cache
 def build(
     num_tiles: int,
     num_sequences: int,
     heads: int,
-    scan_blocks: int,
     interpret=None,
     first_heads: tuple[int, int, int] = (0, 0, 0),
     *,
@@ -118,28 +138,41 @@ def build(
 ):
     """The kernel for one shape:
 
-        (q, k, v, gate, a_log, bias, beta, Plan, layer [1], pool, out, counters, *sums()) -> Prepared
+        (q, k, v, gate, a_log, bias, beta, Plan, share_out(), layer [1], pool, out, counters, *sums()) -> Prepared
 
     `pool` and `out` are written, `counters` as `make_counters` are 0 before and after. What it returns is only where
-    tiles pass through. At most `scan_blocks` blocks scan. The rest is as in `kda_prefill_prepare` and `kda_scan`.
+    tiles pass through. The rest is as in `kda_prefill_prepare` and `kda_scan`.
     """
-    units, max_scans = num_tiles * heads, num_sequences * heads * PARTS
-    scanners = min(scan_blocks, max_scans)
-    preparers = min(kda_prefill_prepare.MULTIPROCESSORS["hopper"] - scanners, units)
+    blocks = grid_size(num_tiles, num_sequences, heads)
     prepare_memory, prepare_barriers = _split(kda_prefill_memory.scratch())
     scan_memory, scan_barriers = _split(kda_scan.scratch(stages, output_stages, "hopper"))
+    # Behind the decays numbers of chains are kept: memory comes in pieces of 1 KB, and no other one is left.
+    scan_memory["decay"] = plgpu.SMEM((stages + 1, WIDTH), jnp.float32)
 
     def entry(
-        q, k, v, gate, a_log, bias, beta, plan: Plan, layer, pool, out, counters, relative_sums, sums, *prepared, **s
+        q,
+        k,
+        v,
+        gate,
+        a_log,
+        bias,
+        beta,
+        plan: Plan,
+        shares,
+        layer,
+        pool,
+        out,
+        counters,
+        relative_sums,
+        sums,
+        *prepared,
+        **s,
     ):
-        block = lax.axis_index("block")
+        block, shares = lax.axis_index("block"), read_shares(shares)
         own = {name: s.pop(f"prepare_{name}") for name in prepare_barriers}
 
         def tell(tile, head) -> None:
             tile_counters.count_stored(counters.at[tile, head], _PARTICIPANTS)
-
-        def live_tiles() -> Array:
-            return plan.first_tile[num_sequences - 1] + plan.num_tiles[num_sequences - 1]
 
         def prepare(*buffers) -> None:
             memory = dict(zip(prepare_memory, buffers, strict=True)) | own
@@ -148,36 +181,38 @@ def build(
                 buffers=[memory[name] for name in kda_prefill_memory.scratch()],
                 products=[HopperProducts()] * 2,
                 heads=heads,
-                units=units,
-                blocks=preparers,
+                share_of=lambda pair: pair_share(shares, block, pair, blocks),
                 first_heads=first_heads,
                 ahead=ahead,
                 generation="hopper",
                 is_interpreted=interpret is not None,
-                readers=Readers(tell, live_tiles, s["half_done"]),
+                readers=Readers(tell, s["half_done"], shares.turns_of_all == 0),
             )
 
         def scan(*buffers) -> None:
             memory = s | dict(zip(scan_memory, buffers, strict=True))
-            is_live = [jnp.where(plan.num_tiles[index] > 0, 1, 0) for index in range(num_sequences)]
 
-            def chain_of(scan) -> _FedChain:
+            def chain_of(chain) -> _FedChain:
                 refs = (*prepared, plan, layer, pool, out)
-                return _FedChain(refs, counters, memory, _place(scan, is_live, heads), stages, output_stages)
+                return _FedChain(refs, counters, memory, _place(chain, shares, heads), stages, output_stages)
 
-            scans = sum(is_live) * (heads * PARTS)
-            _scan_in_turn(chain_of, block - preparers, scanners, scans, s["finished"])
+            first = block - (blocks - shares.scanners)
+            _scan_all(chain_of, first, shares, counters.at[num_tiles, 0], memory["decay"].at[stages], s["finished"])
 
-        def with_memory(work: Callable, memory: dict) -> Callable:
-            return lambda: pl.run_scoped(work, *memory.values(), collective_axes="warpgroup")
+        def with_memory(work: Callable, memory: dict) -> None:
+            pl.run_scoped(work, *memory.values(), collective_axes="warpgroup")
 
-        is_preparer = block < preparers
-        lax.cond(is_preparer, with_memory(prepare, prepare_memory), with_memory(scan, scan_memory))
+        with_memory(prepare, prepare_memory)
+
+        @pl.when(block >= blocks - shares.scanners)
+        def _():
+            kda_prefill_memory.together(s["finished"])  # the memory of what was prepared is free
+            with_memory(scan, scan_memory)
 
     return plgpu.kernel(
         entry,
         out_type=tuple(prepared_shapes(num_tiles, heads)),
-        grid=(preparers + scanners,),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=_WARPGROUPS,
         thread_name="warpgroup",
@@ -193,6 +228,6 @@ def build(
     )
 
 
-def make_counters(num_tiles: int, heads: int) -> Int[Array, "tiles H"]:
-    """Counters of a launch, or of several that follow one another."""
-    return jnp.zeros((num_tiles, heads), jnp.int32)
+def make_counters(num_tiles: int, heads: int) -> Int[Array, "tiles+1 H"]:
+    """Counters of a launch, or of several that follow one another; the last row is for chains that are taken."""
+    return jnp.zeros((num_tiles + 1, heads), jnp.int32)

@@ -5,6 +5,8 @@ each once it has seen them all, those who read it. The last one sets the counter
 as this one did, in a CUDA graph too, and nothing has to clear it in between. The release and the acquire have the scope
 of the GPU. Copies of the copy engine are waited for before the release, and fenced behind the acquire: they see memory
 by another way than loads and stores.
+
+A counter also deals out numbers, each to one block.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith, memref, scf
 
 
 def count_stored(counter, participants: int) -> None:
@@ -61,6 +63,28 @@ def count_read(counter, participants: int) -> None:
         _count(counter, participants, "relaxed")
 
     count_relaxed(counter)  # pyright: ignore[reportCallIssue]
+
+
+def take(counter, takers, number) -> None:
+    """Leave in `number`, a float32 in shared memory, how many have taken before; by one warpgroup.
+
+    The last of `takers` sets the counter back to 0.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.RefType()))
+    def take_number(_, counter, takers, number):
+        i32 = ir.IntegerType.get_signless(32)
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            found = utils.inline_ptx(
+                "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;",
+                utils.memref_ptr(counter),
+                arith.subi(takers.registers.item(), utils.c(1, i32)),
+                result_types=i32,
+                has_side_effects=True,
+            )
+            memref.store(arith.uitofp(ir.F32Type.get(), found), number, [])
+
+    take_number(counter, takers, number)  # pyright: ignore[reportCallIssue]
 
 
 def _count(counter, participants: int, order: str) -> None:

@@ -1,8 +1,9 @@
 """Time KDA prefill at K3's shapes on a GPU: one JSON line per shape and tiling.
 
 By CUDA graph, as the peers are timed: many calls over inputs larger than the L2 cache; `prepare_us` and `scan_us` are
-the two kernels alone, where there are two. `--sweep` times every tiling, `--both` the op's in two launches and in one,
-otherwise it is the op's. `floor_us` counts the inputs and outputs once, and two states a sequence.
+the two kernels alone, where there are two. `--sweep` times every tiling, `--both` two launches and one, otherwise it is
+the op's. `--lanes` has so many sequences more in the plan, all empty, as a step has. `floor_us` counts the inputs and
+outputs once, and two states a sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import numpy as np  # noqa: E402
 from bench.floors import COPY_BYTES_PER_S  # noqa: E402
 from bench.graph import captured_us, graph_us  # noqa: E402
 
-from k3jax.pallas import kda_prefill_prepare, kda_scan  # noqa: E402
-from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, together  # noqa: E402
+from k3jax.pallas import kda_prefill_prepare, kda_prefill_together, kda_scan  # noqa: E402
+from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, shares, tiles_for, together  # noqa: E402
 from k3jax.pallas.kda_prefill_plan import make_plan  # noqa: E402
 from serving.option_types import OneLineParser, several, whole  # noqa: E402
 
@@ -50,19 +51,21 @@ def main() -> None:
     which.add_argument("--sweep", action="store_true", help="time every tiling")
     which.add_argument("--both", action="store_true", help="time two launches and one")
     parser.add_argument("--export", type=whole(0), default=0, help="offset at which every sequence exports its state")
+    parser.add_argument("--lanes", type=whole(0), default=0, help="empty sequences behind the others")
     args = parser.parse_args()
     for heads, batch, tokens in args.shape or SHAPES:
-        for tiles in SWEEP if args.sweep else SWEEP[: 2 if args.both else 1]:
+        for tiles in SWEEP if args.sweep else SWEEP[:2] if args.both else (tiles_for(heads),):
             row = {"op": "kda_prefill", "heads": heads, "batch": batch, "seq": tokens, "export": args.export}
+            row["lanes"] = args.lanes
             row |= dataclasses.asdict(tiles)
             try:
-                row |= measure(heads, batch, tokens, tiles, args.export)
+                row |= measure(heads, batch, tokens, tiles, args.export, args.lanes)
             except Exception as error:  # a tiling the compiler refuses must not end the sweep
                 row["failed"] = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(row), flush=True)
 
 
-def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) -> dict:
+def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int, empty: int) -> dict:
     """Microseconds of a call, of each of its two kernels alone if it has two, and the floor."""
     import torch  # pyright: ignore[reportMissingImports]
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -75,13 +78,15 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
 
     tokens = batch * seq
     token_bytes = heads * (5 * WIDTH * 2 + 2)
-    slots = jnp.arange(1, batch + 1, dtype=jnp.int32)
-    starts, offsets = jnp.zeros(batch, jnp.int32), jnp.full(batch, export, jnp.int32)
-    cu_seqlens = jnp.arange(0, tokens + 1, seq, dtype=jnp.int32)
-    plan = jax.tree.map(tensor, make_plan(cu_seqlens, starts, slots, offsets, slots + batch, tokens))
+    sequences = batch + empty
+    slots = jnp.arange(1, sequences + 1, dtype=jnp.int32)
+    starts, offsets = jnp.zeros(sequences, jnp.int32), jnp.full(sequences, export, jnp.int32)
+    cu_seqlens = jnp.minimum(jnp.arange(sequences + 1, dtype=jnp.int32) * seq, tokens)
+    made = make_plan(cu_seqlens, starts, slots, offsets, slots + sequences, tokens)
+    plan = jax.tree.map(tensor, made)
     gates = (torch.full((heads,), 0.1, device="cuda"), torch.full((heads, WIDTH), 0.1, device="cuda"))
     layer = tensor(np.zeros(1, np.int32))
-    pool = torch.zeros(1, 2 * batch + 1, heads, WIDTH, WIDTH, device="cuda")
+    pool = torch.zeros(1, 2 * sequences + 1, heads, WIDTH, WIDTH, device="cuda")
     out = torch.zeros(tokens, heads, WIDTH, device="cuda", dtype=torch.bfloat16)
 
     moved = tokens * token_bytes + 2 * batch * heads * WIDTH * WIDTH * 4
@@ -92,9 +97,9 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
     ]
     sums = tuple(map(tensor, kda_prefill_prepare.sums()))
 
-    if tiles.in_one_launch(heads):
-        in_one_launch = together(plan.token.shape[0], batch, heads, tiles)
-        counters = torch.zeros(plan.token.shape[0], heads, device="cuda", dtype=torch.int32)
+    if tiles.launches == 1:
+        in_one_launch = together(plan.token.shape[0], sequences, heads, tiles)
+        counters = tensor(kda_prefill_together.make_counters(plan.token.shape[0], heads))
 
         def one(*operands):
             *read, pool, out, counters = operands[: -len(sums)]
@@ -102,12 +107,12 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int) 
             in_one_launch(*read, *written, *operands[-len(sums) :])
             return tuple(map(jax.freeze, written))
 
-        rest = (plan, layer, pool, out, counters, *sums)
+        rest = (plan, tensor(shares(made, heads, tiles)), layer, pool, out, counters, *sums)
         times = {"us": graph_us(one, [(*one_input[:4], *gates, one_input[4], *rest) for one_input in inputs])}
         return {name: round(us, 1) for name, us in (times | floor).items()}
 
     prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, ahead=tiles.ahead)
-    build_scan = kda_scan.build(batch, heads, tiles.stages, output_stages=tiles.output_stages)
+    build_scan = kda_scan.build(sequences, heads, tiles.stages, output_stages=tiles.output_stages)
 
     def scan(prepared, plan, layer, pool, out):
         pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +20,35 @@ from k3jax.pallas import (
     kda_scan,
 )
 from k3jax.pallas.kda_cases import CASES, GPU_CASES, PrefillCase, PrefillInputs, judge, make_inputs
-from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill, together
+from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill, shares, together
 from k3jax.pallas.kda_prefill_op_runs import changes_no_bit, run_case
-from k3jax.pallas.kda_prefill_plan import make_plan
+from k3jax.pallas.kda_prefill_plan import Plan, make_plan
 
 IN_TWO_AND_ONE = SWEEP[:2]
+OTHERS = [tiles for tiles in SWEEP[2:] if tiles.steps_per_turn == PrefillTiles().steps_per_turn]
 NUM_LANES, NUM_TOKENS = 8, 512  # of the op's small cases: one program serves them all
+LANES, TOKENS = 8, (192, 1024, 4096)  # that cases are padded to, so that one program serves several
+EXPORTS = (48, 640)
+# Lengths of sequences of 12 heads: scans that begin at once, and in the middle of preparing; several for a block.
+SHARED = ((4096,), (2048, 2048), (1024,) * 4, (256,) * 16, (100, 3000, 0, 64, 1, 0, 500, 130), (3,) * 16)
 
 
 def check_kda_prefill(only_small: bool = False) -> bool:
-    """Run every case in two launches and in one, the larger ones with every tiling, and print a line for each.
+    """Run every case in two launches and in one, a few with the other tilings, and print a line for each.
 
-    An export must be what a run ending there has.
+    An export must be what a run ending there has, and one launch must have the bits of two.
     """
     if only_small:
         passed = [_passes(case, tiles) for tiles in IN_TWO_AND_ONE for case in CASES]
         return all(passed)
-    results = list(map(_repeats, SWEEP))
-    for tiles in SWEEP:
-        for case in (*GPU_CASES, *(CASES if tiles in IN_TWO_AND_ONE else ())):
-            results.append(_passes(case, tiles))
-        for offset in (48, 640):
+    results = [_repeats(tiles, lengths, 12) for tiles in IN_TWO_AND_ONE for lengths in SHARED]
+    results += [_repeats(tiles, (300, 200), 96) for tiles in (*IN_TWO_AND_ONE, *OTHERS)]
+    for tiles in IN_TWO_AND_ONE:
+        results += [_passes(case, tiles) for case in (*GPU_CASES, *CASES)]
+        for offset in EXPORTS:
             results.append(_export_is_exact(offset, tiles))
             print(f"kda-prefill export at {offset} {tiles}: {'ok' if results[-1] else 'FAILED'}", flush=True)
+    results += [_passes(GPU_CASES[0], tiles) for tiles in OTHERS]
     return all(results)
 
 
@@ -52,12 +60,13 @@ def _passes(case: PrefillCase, tiles: PrefillTiles) -> bool:
 
 
 def check_kda_prefill_op(only_small: bool = False) -> bool:
-    """Run every case of the step's op, mixed batches among them, in two launches and in one; what may change no bit."""
+    """Run every case of the step's op, mixed batches among them, and the small ones in as many launches as it does not
+    take; what may change no bit."""
     rng, results = np.random.default_rng(), []
-    large = () if only_small else kda_prefill_op_cases.GPU_CASES
-    for scan_blocks in sorted({tiles.scan_blocks for tiles in SWEEP}):
-        op, name = functools.partial(kda_prefill_op.prefill, scan_blocks=scan_blocks), f"kda-prefill-op {scan_blocks=}"
-        for case in (*map(_in_one_shape, kda_prefill_op_cases.CASES), *large):
+    small = [*map(_in_one_shape, kda_prefill_op_cases.CASES)]
+    for launches, cases in ((None, () if only_small else kda_prefill_op_cases.GPU_CASES), (2, ())):
+        op, name = functools.partial(kda_prefill_op.prefill, launches=launches), f"kda-prefill-op {launches=}"
+        for case in (*small, *cases):
             verdict = run_case(op, case, rng)
             results.append(verdict.passed)
             print(f"{name} {case.name}: {'ok' if verdict.passed else 'FAILED'} {verdict}", flush=True)
@@ -72,62 +81,92 @@ def _in_one_shape(case: kda_prefill_op_cases.OpCase) -> kda_prefill_op_cases.OpC
     return dataclasses.replace(case, num_dead=NUM_LANES - len(case.lengths), padding=NUM_TOKENS - used)
 
 
+@functools.partial(jax.jit, static_argnames="tiles")
+def _step(inputs: tuple[jax.Array, ...], tiles: PrefillTiles) -> tuple[jax.Array, jax.Array]:
+    *activations, a_log, dt_bias, cu_seqlens, starts, slots, offsets, export_slots, pool = inputs
+    q, k, v, gate, beta = (x.astype(jnp.bfloat16) for x in activations)
+    plan = make_plan(cu_seqlens, starts, slots, offsets, export_slots, q.shape[0])
+    pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(jnp.full(v.shape, jnp.nan, jnp.bfloat16))
+    kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(0), pool_ref, out_ref, tiles=tiles)
+    return jax.freeze(out_ref), jax.freeze(pool_ref)
+
+
 def run(inputs: PrefillInputs, tiles: PrefillTiles) -> tuple[np.ndarray, np.ndarray]:
     """Outputs, NaN before the call, and the pool after it."""
+    out, pool = _step(tuple(map(jnp.asarray, _padded(inputs))), tiles)
+    return np.asarray(out, np.float32)[: len(inputs.v)], np.asarray(pool)[:, : inputs.pool.shape[1]]
+
+
+def _padded(inputs: PrefillInputs) -> PrefillInputs:
+    """The inputs with rows and slots of NaN and empty sequences behind their own."""
+    tokens = next(count for count in TOKENS if count >= len(inputs.q))
+    slots = 2 * LANES + 2
+
+    def longer(x: np.ndarray, count: int, value: float = np.nan, axis: int = 0) -> np.ndarray:
+        widths = [(0, count - x.shape[axis] if at == axis else 0) for at in range(x.ndim)]
+        return np.pad(x, widths, constant_values=value)
+
+    sequences = {name: longer(getattr(inputs, name), LANES, 0) for name in _PER_SEQUENCE}
+    cu_seqlens = longer(inputs.cu_seqlens, LANES + 1, inputs.cu_seqlens[-1])
+    inputs = inputs._replace(**sequences, cu_seqlens=cu_seqlens, pool=longer(inputs.pool, slots, axis=1))
+    return _with_rows(inputs, tokens)
+
+
+_PER_SEQUENCE = ("starts", "slots", "export_offsets", "export_slots")
+
+
+class _Kernels(NamedTuple):
+    prepare: Callable
+    scan: Callable
+    together: Callable
+
+
+@functools.cache
+def _kernels(num_tiles: int, num_sequences: int, heads: int, tiles: PrefillTiles) -> _Kernels:
+    """Compiled once for all lengths of as many tokens and sequences."""
+    prepare = kda_prefill_prepare.build(num_tiles, heads, ahead=tiles.ahead)
+    scan = kda_scan.build(num_sequences, heads, tiles.stages, output_stages=tiles.output_stages)
+    in_one = together(num_tiles, num_sequences, heads, tiles)
+    layer = jnp.zeros(1, jnp.int32)
 
     @jax.jit
-    def step(q, k, v, gate, beta, a_log, dt_bias, cu_seqlens, starts, slots, offsets, export_slots, pool, out):
-        plan = make_plan(cu_seqlens, starts, slots, offsets, export_slots, q.shape[0])
+    def prepared(rows, gates, beta, plan: Plan) -> tuple:
+        sums = map(jnp.asarray, kda_prefill_prepare.sums())
+        return prepare(*rows, *gates, beta, plan.token, plan.rows, *sums)
+
+    @jax.jit
+    def scanned(prepared: tuple, plan: Plan, pool, out) -> dict[str, jax.Array]:
         pool_ref, out_ref = jax.new_ref(pool), jax.new_ref(out)
-        kda_prefill(q, k, v, gate, beta, a_log, dt_bias, plan, jnp.int32(0), pool_ref, out_ref, tiles=tiles)
-        return jax.freeze(out_ref), jax.freeze(pool_ref)
+        scan(*prepared, plan, layer, pool_ref, out_ref)
+        return {"pool": jax.freeze(pool_ref), "out": jax.freeze(out_ref)}
 
-    activations = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:5]]
-    rest = [jnp.asarray(x) for x in inputs[5:]]
-    out, pool = step(*activations, *rest, jnp.full(inputs.v.shape, jnp.nan, jnp.bfloat16))
-    return np.asarray(out, np.float32), np.asarray(pool)
+    @jax.jit
+    def in_one_launch(rows, gates, beta, plan: Plan, pool, out, counters) -> dict[str, jax.Array]:
+        written = {name: jax.new_ref(x) for name, x in (("pool", pool), ("out", out), ("counters", counters))}
+        sums = map(jnp.asarray, kda_prefill_prepare.sums())
+        in_one(*rows, *gates, beta, plan, shares(plan, heads, tiles), layer, *written.values(), *sums)
+        return {name: jax.freeze(ref) for name, ref in written.items()}
+
+    return _Kernels(prepared, scanned, in_one_launch)
 
 
-def _repeats(tiles: PrefillTiles) -> bool:
+def _repeats(tiles: PrefillTiles, lengths: tuple[int, ...], heads: int) -> bool:
     """Whether the kernels give the same bits again where every block prepares several tiles and scans several chains.
 
     Of two launches each is asked by itself, and of one launch also whether its bits are those of two. Prints where they
     first differ: a race shows here, and in which kernel and warp.
     """
-    case = PrefillCase(name="repeated", heads=96, lengths=(300, 200), starts=(0, 128))
-    inputs = make_inputs(case, secrets.randbits(32))
+    lengths = (*lengths, *(0,) * (max(map(len, SHARED)) - len(lengths))) if heads < 96 else lengths
+    inputs = make_inputs(PrefillCase(name="repeated", heads=heads, lengths=lengths), secrets.randbits(32))
+    inputs = _with_rows(inputs, 4096 if heads < 96 else 512)
     q, k, v, gate, beta = (jnp.asarray(x, jnp.bfloat16) for x in inputs[:5])
     a_log, dt_bias, *chunks, pool = map(jnp.asarray, inputs[5:])
     plan = jax.jit(make_plan, static_argnums=5)(*chunks, q.shape[0])
-    num_tiles, heads = plan.token.shape[0], case.heads
-    prepare = kda_prefill_prepare.build(num_tiles, heads, ahead=tiles.ahead)
-    scan = kda_scan.build(plan.slots.shape[0], heads, tiles.stages, output_stages=tiles.output_stages)
-
-    @jax.jit
-    def prepared() -> tuple:
-        sums = map(jnp.asarray, kda_prefill_prepare.sums())
-        return prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
-
-    def new_refs() -> tuple:
-        return jax.new_ref(pool), jax.new_ref(jnp.full(v.shape, jnp.nan, jnp.bfloat16))
-
-    layer = jnp.zeros(1, jnp.int32)
-
-    @jax.jit
-    def scanned(prepared: tuple) -> dict[str, jax.Array]:
-        pool_ref, out_ref = new_refs()
-        scan(*prepared, plan, layer, pool_ref, out_ref)
-        return {"pool": jax.freeze(pool_ref), "out": jax.freeze(out_ref)}
-
-    @jax.jit
-    def in_one_launch(counters) -> dict[str, jax.Array]:
-        pool_ref, out_ref, counters_ref = *new_refs(), jax.new_ref(counters)
-        run = together(num_tiles, plan.slots.shape[0], heads, tiles)
-        sums = map(jnp.asarray, kda_prefill_prepare.sums())
-        run(q, k, v, gate, a_log, dt_bias, beta, plan, layer, pool_ref, out_ref, counters_ref, *sums)
-        return {"pool": jax.freeze(pool_ref), "out": jax.freeze(out_ref), "counters": jax.freeze(counters_ref)}
-
-    first = prepared()
+    num_tiles, num_sequences = plan.token.shape[0], plan.slots.shape[0]
+    kernels = _kernels(num_tiles, num_sequences, heads, tiles)
+    taken = (q, k, v, gate), (a_log, dt_bias), beta, plan
+    before = pool, jnp.full(v.shape, jnp.nan, jnp.bfloat16)
+    first = kernels.prepare(*taken)
     is_live = np.asarray(plan.rows) > 0
     names = kda_prefill_prepare.Prepared._fields
 
@@ -143,19 +182,31 @@ def _repeats(tiles: PrefillTiles) -> bool:
         return found
 
     found = {}
-    if tiles.scan_blocks:
+    if tiles.launches == 1:
         counters = kda_prefill_together.make_counters(num_tiles, heads)
-        expected = scanned(first) | {"counters": counters}
-        for _ in range(4):
-            again = in_one_launch(counters)
+        expected = kernels.scan(first, plan, *before) | {"counters": counters}
+        for _ in range(3):
+            again = kernels.together(*taken, *before, counters)
             found |= differing("one launch", expected, again)
             counters = again["counters"]
-    for _ in range(0 if tiles.scan_blocks else 4):
-        pairs = {"prepare": (live(first), live(prepared())), "scan": (scanned(first), scanned(first))}
+    for _ in range(0 if tiles.launches == 1 else 3):
+        pairs = {
+            "prepare": (live(first), live(kernels.prepare(*taken))),
+            "scan": (kernels.scan(first, plan, *before), kernels.scan(first, plan, *before)),
+        }
         for kernel, (once, again) in pairs.items():
             found |= differing(kernel, once, again)
-    print(f"kda-prefill twice {tiles}: {'ok' if not found else 'FAILED'} {found}", flush=True)
+    print(f"kda-prefill twice {lengths} {heads=} {tiles}: {'ok' if not found else 'FAILED'} {found}", flush=True)
     return not found
+
+
+def _with_rows(inputs: PrefillInputs, count: int) -> PrefillInputs:
+    """With rows of NaN behind them."""
+
+    def longer(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, ((0, count - len(x)), *((0, 0),) * (x.ndim - 1)), constant_values=np.nan)
+
+    return inputs._replace(**{name: longer(getattr(inputs, name)) for name in inputs._fields[:5]})
 
 
 def _bits(values) -> np.ndarray:

@@ -23,7 +23,7 @@ from k3jax.pallas.kda_prefill_plan import make_plan
 TILINGS = {
     "two stages": PrefillTiles(stages=2),
     "three stages, loaded when needed": PrefillTiles(stages=3, output_stages=2, ahead=False),
-    "one launch": PrefillTiles(stages=2, output_stages=2, scan_blocks=5),
+    "one launch": PrefillTiles(stages=2, output_stages=2, launches=1),
 }
 INTERPRETED = TILINGS | {"on Blackwell": PrefillTiles(stages=2, generation="blackwell")}
 BY_NAME = {case.name: case for case in CASES}
@@ -173,9 +173,9 @@ def test_the_kernels_lower_for_hopper_and_write_the_pool_in_place(tiles):
     arrays += [shape((heads, 128), jnp.float32), shape((count + 1,), jnp.int32), per_sequence, pool, rows]
     lowered = jax.jit(step, donate_argnums=(9, 10)).trace(*arrays).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert text.count("custom_call @mosaic_gpu") == (1 if tiles.in_one_launch(heads) else 2)
+    assert text.count("custom_call @mosaic_gpu") == tiles.launches
     assert text.count("tf.aliasing_output") == 2
-    assert text.count("output_operand_alias<") == (3 if tiles.in_one_launch(heads) else 2)  # counters too
+    assert text.count("output_operand_alias<") == 4 - tiles.launches  # counters too
 
 
 def test_unsupported_shapes_are_refused_with_their_reason():
@@ -193,7 +193,9 @@ def test_unsupported_shapes_are_refused_with_their_reason():
         assert reason is not None and word in reason
 
 
-@pytest.mark.parametrize(("field", "value"), [("stages", 1), ("stages", 4), ("output_stages", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("stages", 1), ("stages", 4), ("output_stages", 1), ("launches", 0), ("steps_per_turn", 0)]
+)
 def test_bad_tiles_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):
         PrefillTiles(**{field: value})

@@ -1,5 +1,7 @@
 """One launch that prepares and scans: who waits for whom, in the Mosaic GPU interpreter with races detected."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,11 @@ from k3jax.pallas import (
     tile_counters,
 )
 from k3jax.pallas.kda_cases import PrefillCase, judge, make_inputs
-from k3jax.pallas.kda_prefill import PrefillTiles
+from k3jax.pallas.kda_prefill import PrefillTiles, tiles_for
 from k3jax.pallas.kda_prefill_plan import make_plan
 
 ONE_TILE = PrefillCase(name="one tile", lengths=(64,))
-TOGETHER = PrefillTiles(stages=2, output_stages=2, scan_blocks=3)
+TOGETHER = PrefillTiles(stages=2, output_stages=2, launches=1)
 
 
 @pytest.fixture
@@ -48,17 +50,31 @@ def test_telling_of_tiles_before_their_writes_are_over_is_a_race(fresh_kernels, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preparing", [1, 16])
-def test_blocks_that_prepare_and_scan_several_tiles_and_chains_in_turn(preparing, fresh_kernels, monkeypatch, capsys):
-    """One block prepares everything, or enough of them one tile each; another four scan all chains."""
-    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", {"hopper": preparing + 4})
+@pytest.mark.parametrize(
+    ("blocks", "turns_of_all", "scanners"),
+    [
+        pytest.param(12, 0, 4, id="scans wait for blocks that prepare one tile each"),
+        pytest.param(2, 0, 1, id="one block prepares everything, another scans all chains"),
+        pytest.param(3, 1, 1, id="all prepare, then the last one scans all chains"),
+        pytest.param(2, 9, 1, id="nothing is left to prepare when the last one scans"),
+    ],
+)
+def test_blocks_that_prepare_and_scan_several_tiles_and_chains_in_turn(
+    blocks, turns_of_all, scanners, fresh_kernels, monkeypatch, capsys
+):
+    monkeypatch.setattr(kda_prefill_prepare, "MULTIPROCESSORS", {"hopper": blocks})
+    share_out = kda_prefill.share_out
+
+    def shared_out(*arguments):
+        shares = share_out(*arguments)
+        return shares.at[1].set(turns_of_all).at[2].set(scanners)
+
+    monkeypatch.setattr(kda_prefill, "share_out", shared_out)
     case = PrefillCase(name="in turn", lengths=(70, 0, 5), starts=(3, 9, 0), export_offsets=(64, 0, 0), heads=2)
     inputs = make_inputs(case, seed=int(np.random.default_rng().integers(2**32)))
-    tiles = PrefillTiles(stages=2, output_stages=2, scan_blocks=4)
-    assert tiles.in_one_launch(case.heads)
     # No races where both pairs of a block have tiles: memory that is used for several things counts as one to the
     # interpreter, which then stops by chance of the order, though each pair has its own part.
-    verdict = judge(case, inputs, *run(inputs, tiles, interpreter(detect_races=preparing > 1)))
+    verdict = judge(case, inputs, *run(inputs, TOGETHER, interpreter(detect_races=blocks > 8)))
     assert verdict.passed, verdict
     assert "RACE DETECTED" not in capsys.readouterr().out
 
@@ -78,20 +94,26 @@ def test_one_launch_gives_the_bits_of_two_and_leaves_its_counters_for_the_next(f
         out = jax.new_ref(jnp.full(inputs.v.shape, jnp.nan, jnp.bfloat16))
         gates = jnp.asarray(inputs.a_log), jnp.asarray(inputs.dt_bias)
         sums = map(jnp.asarray, kda_prefill_prepare.sums())
-        kernel(q, k, v, gate, *gates, beta, plan, jnp.zeros(1, jnp.int32), pool, out, counters, *sums)
+        shares = kda_prefill.shares(plan, heads, TOGETHER)
+        kernel(q, k, v, gate, *gates, beta, plan, shares, jnp.zeros(1, jnp.int32), pool, out, counters, *sums)
         assert not np.asarray(counters[...]).any()
         one = np.asarray(out[...], np.float32), np.asarray(pool[...])
         assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, two, strict=True))
 
 
-def test_chains_of_a_sequence_run_at_once_or_in_a_second_launch():
-    assert not PrefillTiles().in_one_launch(1)
-    assert PrefillTiles(scan_blocks=24).in_one_launch(12)
-    assert not PrefillTiles(scan_blocks=23).in_one_launch(12)
+def test_one_launch_is_taken_where_the_chains_of_a_sequence_fit():
+    assert tiles_for(12).launches == 1
+    assert tiles_for(96).launches == 2
+    assert tiles_for(12, "blackwell").launches == 2
 
 
-def test_scans_leave_blocks_that_prepare():
-    with pytest.raises(ValueError, match="scan_blocks=132"):
-        PrefillTiles(scan_blocks=132)
+@pytest.mark.parametrize(("multiprocessors", "launches"), [(132, 1), (114, 2)])
+def test_one_launch_needs_a_multiprocessor_for_each_block(multiprocessors, launches, monkeypatch):
+    device = types.SimpleNamespace(platform="gpu", core_count=multiprocessors)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert tiles_for(12).launches == launches
+
+
+def test_one_launch_is_hoppers():
     with pytest.raises(ValueError, match="Hopper"):
-        PrefillTiles(scan_blocks=8, generation="blackwell")
+        PrefillTiles(launches=1, generation="blackwell")

@@ -50,7 +50,11 @@ OPTIONS = {  # script: option, values that it must refuse
     "bench/experts_triton.py": {"--tokens": WHOLE},
     "bench/gemm.py": {"--rows": WHOLE, "--shapes": ("64", "64x", "x64", "0x64", "64x64x64")},
     "bench/kda_decode.py": {"--batch": WHOLE, "--heads": WHOLE, "--record-tokens": WHOLE},
-    "bench/kda_prefill.py": {"--shape": ("12,1", "12,0,64", "12,1,many"), "--export": ("-1", "x")},
+    "bench/kda_prefill.py": {
+        "--shape": ("12,1", "12,0,64", "12,1,many"),
+        "--export": ("-1", "x"),
+        "--lanes": ("-1", "x"),
+    },
     "bench/kda_verify.py": {"--batch": WHOLE, "--heads": WHOLE, "--tokens": WHOLE, "--tilings": ("-1", "1000")},
     "bench/latent_moe.py": {"--tokens": WHOLE},
     "bench/mla_decode.py": {
