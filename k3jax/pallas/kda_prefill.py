@@ -95,7 +95,7 @@ def tiles_for(heads: int, generation: Generation = "hopper") -> PrefillTiles:
 
 
 def _has_multiprocessors(generation: Generation) -> bool:
-    """Whether the GPU has as many as the kernels are written for. Some Hoppers have fewer: blocks could wait for ever."""
+    """Whether the GPU has as many as the kernels are written for: on one with fewer, blocks could wait for ever."""
     device = jax.devices()[0]
     return device.platform != "gpu" or device.core_count >= MULTIPROCESSORS[generation]
 

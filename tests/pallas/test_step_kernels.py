@@ -173,8 +173,8 @@ def test_a_whole_step_with_kernels_lowers_for_cuda(drafts):
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), program.operands(shape))
         lowered = program.function(shape).trace(*arguments).lower(lowering_platforms=("cuda",))
         text = lowered.as_text()
-        # Decode or verify, and convolution, preparation and scan of the chunks; the commit of all layers.
-        in_mixers = len(CONFIG.kda_layers) * (4 if prefill_tokens else 1) + (1 if drafts else 0)
+        # Decode or verify, and convolution and prefill of the chunks; the commit of all layers.
+        in_mixers = len(CONFIG.kda_layers) * (3 if prefill_tokens else 1) + (1 if drafts else 0)
         in_mixers += 2 * len(CONFIG.mla_layers)  # splits of the context, and bringing them together
         between = 2 * CONFIG.num_hidden_layers - 1  # in front of every feed-forward, and of every mixer but the first
         in_router = 2 * CONFIG.num_moe_layers
