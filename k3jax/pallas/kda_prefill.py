@@ -66,6 +66,7 @@ class PrefillTiles:
     stages: int = 3  # tiles a block of the scan holds for the state side
     output_stages: int = 3  # and for the output side
     ahead: bool = True  # whether tiles are loaded while the ones before them are prepared
+    is_lean: bool = False  # see `kda_prefill_prepare.build`; on Hopper
     launches: int = 2  # one after the other or, written for Hopper, both kernels in 1
     # Tiles that a chain of one launch is taken to be carried over while a pair of warpgroups prepares one.
     steps_per_turn: int = 14
@@ -80,6 +81,8 @@ class PrefillTiles:
             raise ValueError(f"launches={self.launches}: must be 1 or 2")
         if self.launches == 1 and self.generation != "hopper":
             raise ValueError(f"launches={self.launches}: one launch is written for Hopper alone")
+        if self.is_lean and self.generation != "hopper":
+            raise ValueError(f"is_lean={self.is_lean}: it is written for Hopper alone")
         if self.steps_per_turn < 1:
             raise ValueError(f"steps_per_turn={self.steps_per_turn}: must be at least 1")
 
@@ -100,9 +103,11 @@ def _has_multiprocessors(generation: Generation) -> bool:
     return device.platform != "gpu" or device.core_count >= MULTIPROCESSORS[generation]
 
 
-SWEEP = (  # first two launches and one, else alike
+SWEEP = (  # first two launches and one, each also lean, else alike
     PrefillTiles(),
     PrefillTiles(launches=1),
+    PrefillTiles(is_lean=True),
+    PrefillTiles(launches=1, is_lean=True),
     PrefillTiles(launches=1, steps_per_turn=10),
     PrefillTiles(launches=1, steps_per_turn=20),
     PrefillTiles(output_stages=2, ahead=False),
@@ -145,7 +150,13 @@ def kda_prefill(
         run(q, k, v, gate, a_log, dt_bias, beta, plan, shares(plan, heads, tiles), layer, pool, out, counters, *sums)
         return
     prepare = kda_prefill_prepare.build(
-        num_tiles, heads, interpret, first_heads, ahead=tiles.ahead, generation=tiles.generation
+        num_tiles,
+        heads,
+        interpret,
+        first_heads,
+        ahead=tiles.ahead,
+        is_lean=tiles.is_lean,
+        generation=tiles.generation,
     )
     prepared = prepare(q, k, v, gate, a_log, dt_bias, beta, plan.token, plan.rows, *sums)
     scan = kda_scan.build(
@@ -177,6 +188,7 @@ def together(
         stages=tiles.stages,
         output_stages=tiles.output_stages,
         ahead=tiles.ahead,
+        is_lean=tiles.is_lean,
     )
 
 

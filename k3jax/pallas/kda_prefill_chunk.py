@@ -37,6 +37,7 @@ from k3jax.pallas.kda_prefill_memory import (
     QUERY_SIDE,
     ROW,
     arrive,
+    arrive_without_fence,
     by_column,
     by_row,
     half_of,
@@ -120,7 +121,7 @@ def key_side(s: dict, relative_left: Callable, key_norm: jax.Array) -> None:
             add(index, s["columns"].at[:, half], *operands)
 
     parts = products.score(run)
-    arrive(s["columns_free"])
+    arrive_without_fence(s, s["columns_free"])  # columns have been shown to the copy engine that overwrites them
     beta = by_row(plgpu.load(s["beta"].at[pl.ds(0, CHUNK)], layout=ROW), _HALF)
     plgpu.barrier_wait(s["scored"])
     inverse = products.invert(s, *(part * beta for part in parts))
@@ -148,7 +149,7 @@ def query_side(s: dict, relative_left: Callable, query_norm: jax.Array) -> None:
             add(index, s["columns"].at[:, half], *operands)
 
     parts = products.score(run)
-    arrive(s["scored"])
+    arrive_without_fence(s, s["scored"])  # only what products read is overwritten
     rows, columns = iota(0, _HALF) ^ s["varying_zero"], iota(1, _HALF)
     for start, part in zip((0, _HALF), parts, strict=True):
         scores = jnp.where(columns + start <= rows, part, 0)

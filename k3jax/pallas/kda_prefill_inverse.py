@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from k3jax.pallas.kda_prefill_blocks import join
 from k3jax.pallas.kda_prefill_memory import CHUNK, accumulator, iota, meet
 from k3jax.pallas.kda_verify_registers import sync_warpgroup
 
@@ -61,7 +62,8 @@ def store_triangle(s: dict, left: jax.Array, right: jax.Array) -> jax.Array:
     is_odd = (iota(0, BLOCK) & BLOCK) != 0
     within = (iota(0, BLOCK) & (BLOCK - 1)) ^ s["varying_zero"]
     diagonal = jnp.where(iota(1, BLOCK) < within, _choose(pieces), 0.0)
-    s["diagonal"][...] = _narrow(diagonal)
+    if not s["is_lean"]:
+        s["diagonal"][...] = _narrow(diagonal)
     s["beside"][...] = _narrow(jnp.where(is_odd, _choose([pieces[0], pieces[0], pieces[2], pieces[2]]), 0.0))
     for index in range(2):
         s["below"].at[:, pl.ds(index * BLOCK, BLOCK)][...] = _narrow(pieces[index])  # read from row 32 on
@@ -100,17 +102,20 @@ def invert(s: dict, diagonal: jax.Array) -> jax.Array:
 
 
 def _invert_blocks(s: dict, diagonal: jax.Array, spread: list[jax.Array]) -> jax.Array:
-    """Inverses of the diagonal blocks of 16, side by side."""
+    """Inverses of the diagonal blocks of 16, side by side; in a lean kernel each warp inverts its own, in registers."""
     difference = (iota(0, BLOCK) & (BLOCK - 1)) ^ s["varying_zero"] ^ iota(1, BLOCK)
     inverse = jnp.where(difference == 0, 1.0, jnp.where(difference == 1, -diagonal, 0.0))
     width = 2
     while width < BLOCK:
         narrow = _narrow(inverse)
-        s["inverse"][...] = narrow
-        meet()
-        between = _narrow(_multiply({i: narrow * spread[i] for i in range(_STEPS)}, s["diagonal"]))
-        joined = _multiply({i: between * spread[i] for i in range(_STEPS)}, s["inverse"])
-        sync_warpgroup(s["is_interpreted"])  # every warp's product has read the inverse
+        if s["is_lean"]:
+            joined = join(narrow, _narrow(diagonal), s["is_interpreted"])
+        else:
+            s["inverse"][...] = narrow
+            meet()
+            between = _narrow(_multiply({i: narrow * spread[i] for i in range(_STEPS)}, s["diagonal"]))
+            joined = _multiply({i: between * spread[i] for i in range(_STEPS)}, s["inverse"])
+            sync_warpgroup(s["is_interpreted"])  # every warp's product has read the inverse
         # Keep what joins two neighbours: row and column first differ in the bit of the blocks' width.
         inverse = jnp.where(lax.shift_right_logical(difference, width.bit_length() - 1) == 1, -joined, inverse)
         width *= 2

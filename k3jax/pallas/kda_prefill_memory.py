@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from k3jax.pallas import blackwell_products
+from k3jax.pallas.kda_verify_registers import sync_warpgroup
 from k3jax.pallas.shared_memory import swizzled
 from k3jax.pallas.tensor_cores import Generation
 
@@ -64,9 +65,26 @@ def meet() -> None:
     plgpu.commit_smem()
 
 
+def meet_without_fence(s: dict) -> None:
+    """`meet` where the tensor cores and the copy engine do not read what was written since the last fence.
+
+    Nor is the fence left out unless the kernel `is_lean`.
+    """
+    if s["is_lean"]:
+        sync_warpgroup(s["is_interpreted"])
+    else:
+        meet()
+
+
 def arrive(barrier) -> None:
     """Tell the other warpgroup that what this one wrote can be read, and what it read overwritten."""
     meet()
+    plgpu.barrier_arrive(barrier)
+
+
+def arrive_without_fence(s: dict, barrier) -> None:
+    """`arrive`, as `meet_without_fence`."""
+    meet_without_fence(s)
     plgpu.barrier_arrive(barrier)
 
 
@@ -249,12 +267,13 @@ def tidy_values(s: dict, token, rows) -> None:
         meet()
 
 
-def load_beta(buffer, beta_logits, token, head, rows) -> None:
+def load_beta(s: dict, turn, beta_logits, token, head, rows) -> None:
     """Keep sigmoid of the tile's logits, 0 in dead rows, in shared memory: columns need them as well as rows."""
+    buffer = s["beta"].at[turn & 1]
     first = jnp.minimum(token, beta_logits.shape[0] - CHUNK)  # stay inside the array
     logits = plgpu.load(beta_logits.at[pl.ds(first, CHUNK), head], layout=ROW, optimized=False)
     buffer[pl.ds(0, CHUNK)] = jax.nn.sigmoid(logits.astype(jnp.float32))
-    meet()
+    meet_without_fence(s)
     shifted = plgpu.load(buffer.at[pl.ds(token - first, CHUNK)], layout=ROW)
-    meet()
+    meet_without_fence(s)
     buffer[pl.ds(0, CHUNK)] = jnp.where(jnp.arange(CHUNK) < rows, shifted, 0)

@@ -29,6 +29,7 @@ from k3jax.pallas.kda_prefill_memory import (
     QUERY_SIDE,
     WGMMA,
     WIDTH,
+    arrive_without_fence,
     half_of,
     load_beta,
     meet,
@@ -39,7 +40,6 @@ from k3jax.pallas.kda_prefill_memory import (
     start_values,
     tidy,
     tidy_values,
-    together,
 )
 from k3jax.pallas.kda_prefill_products import HopperProducts
 from k3jax.pallas.kda_prefill_products_blackwell import SUM_COLUMNS, BlackwellProducts
@@ -119,7 +119,8 @@ def _prepare_tile(refs, s: dict, side, turn, unit: _Unit, fetch_next, finish_pre
             factors = chunk.decay_gate(s, half, rate)
             store_transposed(s["factors"].at[:, half_of(half)], factors[:, :NUM_FACTORS], s["is_interpreted"])
 
-    together(s["gated"])
+    arrive_without_fence(s, s["gated"])  # factors are read by ordinary loads; log-decays have been fenced
+    plgpu.barrier_wait(s["gated"])
     finish_previous()
 
     @pl.when(side == KEY_SIDE)
@@ -170,6 +171,7 @@ def prepare_share(
     ahead: bool,
     generation,
     is_interpreted,
+    is_lean: bool,
     readers: Readers | None = None,
 ) -> None:
     """What a block prepares: `share_of` says how many `turns` a pair takes, and the `unit` of each, a tile of a head.
@@ -179,7 +181,8 @@ def prepare_share(
     warpgroup = lax.axis_index("warpgroup")
     pair, side = lax.div(warpgroup, jnp.int32(2)), lax.rem(warpgroup, jnp.int32(2))
     q, k, _values, gate, _a_log, bias, beta, token, rows, _relative_sums, sums, *_outputs = refs
-    s = of_pair(buffers, pair, generation)
+    how = {"is_interpreted": is_interpreted, "is_lean": is_lean, "products": products}
+    s = of_pair(buffers, pair, generation) | how
     share = share_of(pair)
 
     @pl.when(warpgroup == 0)
@@ -201,7 +204,7 @@ def prepare_share(
         @pl.when(unit.rows > 0)
         def _():
             start_loads(s, q, k, gate, bias, unit.first, unit.head, first_heads)
-            load_beta(s["beta"].at[turn & 1], beta, unit.first, unit.head, unit.rows)
+            load_beta(s, turn, beta, unit.first, unit.head, unit.rows)
 
     def visit(turn, found):
         following = find(turn + 1)  # a tile early: nothing waits for memory then
@@ -211,8 +214,7 @@ def prepare_share(
         def _():
             # What depends on this the compiler cannot take for the same every turn, and keep in registers it lacks.
             varying_zero = unit.first & jnp.int32(-(2**31))
-            own = {"varying_zero": varying_zero, "is_interpreted": is_interpreted, "products": products}
-            s = of_pair(buffers, pair ^ varying_zero, generation) | own
+            s = of_pair(buffers, pair ^ varying_zero, generation) | how | {"varying_zero": varying_zero}
 
             def fetch_next():
                 if readers is not None:
@@ -270,12 +272,14 @@ def build(
     first_heads: tuple[int, int, int] = (0, 0, 0),
     *,
     ahead: bool = True,
+    is_lean: bool = False,
     generation: Generation = "hopper",
 ):
     """The kernel for one shape: (q, k, v, gate, a_log, bias, beta, token, rows, *sums()) -> Prepared.
 
     The sums are operands, so that the function is a kernel and nothing else: a CUDA graph captures only such. Head 0 of
     q, k and v is `first_heads` of their arrays, which may be one. `ahead` loads a tile during the one before it.
+    `is_lean`, on Hopper, has each warp invert its part of a triangle by itself, and fences only where they are needed.
     """
     units = num_tiles * heads
     grid = min(MULTIPROCESSORS[generation], units)
@@ -297,6 +301,7 @@ def build(
                 ahead=ahead,
                 generation=generation,
                 is_interpreted=interpret is not None,
+                is_lean=is_lean,
             ),
             *scratch(generation, _sum_columns(generation)).values(),
             collective_axes="warpgroup",

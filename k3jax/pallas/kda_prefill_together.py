@@ -135,6 +135,7 @@ def build(
     stages: int = 3,
     output_stages: int = 3,
     ahead: bool = True,
+    is_lean: bool = False,
 ):
     """The kernel for one shape:
 
@@ -186,6 +187,7 @@ def build(
                 ahead=ahead,
                 generation="hopper",
                 is_interpreted=interpret is not None,
+                is_lean=is_lean,
                 readers=Readers(tell, s["half_done"], shares.turns_of_all == 0),
             )
 

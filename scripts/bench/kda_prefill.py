@@ -1,9 +1,9 @@
 """Time KDA prefill at K3's shapes on a GPU: one JSON line per shape and tiling.
 
 By CUDA graph, as the peers are timed: many calls over inputs larger than the L2 cache; `prepare_us` and `scan_us` are
-the two kernels alone, where there are two. `--sweep` times every tiling, `--both` two launches and one, otherwise it is
-the op's. `--lanes` has so many sequences more in the plan, all empty, as a step has. `floor_us` counts the inputs and
-outputs once, and two states a sequence.
+the two kernels alone, where there are two. `--sweep` times every tiling, `--both` two launches and one, each as it is
+and lean, otherwise it is the op's. `--lanes` has so many sequences more in the plan, all empty, as a step has.
+`floor_us` counts the inputs and outputs once, and two states a sequence.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def main() -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--sweep", action="store_true", help="time every tiling")
-    which.add_argument("--both", action="store_true", help="time two launches and one")
+    which.add_argument("--both", action="store_true", help="time two launches and one, and both lean")
     parser.add_argument("--export", type=whole(0), default=0, help="offset at which every sequence exports its state")
     parser.add_argument("--lanes", type=whole(0), default=0, help="empty sequences behind the others")
     args = parser.parse_args()
     for heads, batch, tokens in args.shape or SHAPES:
-        for tiles in SWEEP if args.sweep else SWEEP[:2] if args.both else (tiles_for(heads),):
+        for tiles in SWEEP if args.sweep else SWEEP[:4] if args.both else (tiles_for(heads),):
             row = {"op": "kda_prefill", "heads": heads, "batch": batch, "seq": tokens, "export": args.export}
             row["lanes"] = args.lanes
             row |= dataclasses.asdict(tiles)
@@ -111,7 +111,7 @@ def measure(heads: int, batch: int, seq: int, tiles: PrefillTiles, export: int, 
         times = {"us": graph_us(one, [(*one_input[:4], *gates, one_input[4], *rest) for one_input in inputs])}
         return {name: round(us, 1) for name, us in (times | floor).items()}
 
-    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, ahead=tiles.ahead)
+    prepare = kda_prefill_prepare.build(plan.token.shape[0], heads, ahead=tiles.ahead, is_lean=tiles.is_lean)
     build_scan = kda_scan.build(sequences, heads, tiles.stages, output_stages=tiles.output_stages)
 
     def scan(prepared, plan, layer, pool, out):

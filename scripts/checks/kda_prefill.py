@@ -24,26 +24,26 @@ from k3jax.pallas.kda_prefill import SWEEP, PrefillTiles, kda_prefill, shares, t
 from k3jax.pallas.kda_prefill_op_runs import changes_no_bit, run_case
 from k3jax.pallas.kda_prefill_plan import Plan, make_plan
 
-IN_TWO_AND_ONE = SWEEP[:2]
-OTHERS = [tiles for tiles in SWEEP[2:] if tiles.steps_per_turn == PrefillTiles().steps_per_turn]
+IN_TWO_AND_ONE, LEAN = SWEEP[:2], SWEEP[3]
+OTHERS = [tiles for tiles in SWEEP if tiles.stages == 2 or not tiles.ahead]
 NUM_LANES, NUM_TOKENS = 8, 512  # of the op's small cases: one program serves them all
-LANES, TOKENS = 8, (192, 1024, 4096)  # that cases are padded to, so that one program serves several
+LANES, TOKENS = 8, {1: 1024, 2: 2048, 3: 1088, 12: 3072}  # of cases by heads: one program serves several
 EXPORTS = (48, 640)
 # Lengths of sequences of 12 heads: scans that begin at once, and in the middle of preparing; several for a block.
 SHARED = ((4096,), (2048, 2048), (1024,) * 4, (256,) * 16, (100, 3000, 0, 64, 1, 0, 500, 130), (3,) * 16)
 
 
 def check_kda_prefill(only_small: bool = False) -> bool:
-    """Run every case in two launches and in one, a few with the other tilings, and print a line for each.
+    """Run every case in two launches, in one and in a lean one, one with the other tilings, and print a line for each.
 
     An export must be what a run ending there has, and one launch must have the bits of two.
     """
     if only_small:
         passed = [_passes(case, tiles) for tiles in IN_TWO_AND_ONE for case in CASES]
         return all(passed)
-    results = [_repeats(tiles, lengths, 12) for tiles in IN_TWO_AND_ONE for lengths in SHARED]
-    results += [_repeats(tiles, (300, 200), 96) for tiles in (*IN_TWO_AND_ONE, *OTHERS)]
-    for tiles in IN_TWO_AND_ONE:
+    results = [_repeats(tiles, lengths, 12) for tiles in (*IN_TWO_AND_ONE, LEAN) for lengths in SHARED]
+    results.append(_repeats(PrefillTiles(), (300, 200), 96))
+    for tiles in (*IN_TWO_AND_ONE, LEAN):
         results += [_passes(case, tiles) for case in (*GPU_CASES, *CASES)]
         for offset in EXPORTS:
             results.append(_export_is_exact(offset, tiles))
@@ -99,7 +99,6 @@ def run(inputs: PrefillInputs, tiles: PrefillTiles) -> tuple[np.ndarray, np.ndar
 
 def _padded(inputs: PrefillInputs) -> PrefillInputs:
     """The inputs with rows and slots of NaN and empty sequences behind their own."""
-    tokens = next(count for count in TOKENS if count >= len(inputs.q))
     slots = 2 * LANES + 2
 
     def longer(x: np.ndarray, count: int, value: float = np.nan, axis: int = 0) -> np.ndarray:
@@ -109,7 +108,7 @@ def _padded(inputs: PrefillInputs) -> PrefillInputs:
     sequences = {name: longer(getattr(inputs, name), LANES, 0) for name in _PER_SEQUENCE}
     cu_seqlens = longer(inputs.cu_seqlens, LANES + 1, inputs.cu_seqlens[-1])
     inputs = inputs._replace(**sequences, cu_seqlens=cu_seqlens, pool=longer(inputs.pool, slots, axis=1))
-    return _with_rows(inputs, tokens)
+    return _with_rows(inputs, TOKENS[inputs.q.shape[1]])
 
 
 _PER_SEQUENCE = ("starts", "slots", "export_offsets", "export_slots")
@@ -124,7 +123,7 @@ class _Kernels(NamedTuple):
 @functools.cache
 def _kernels(num_tiles: int, num_sequences: int, heads: int, tiles: PrefillTiles) -> _Kernels:
     """Compiled once for all lengths of as many tokens and sequences."""
-    prepare = kda_prefill_prepare.build(num_tiles, heads, ahead=tiles.ahead)
+    prepare = kda_prefill_prepare.build(num_tiles, heads, ahead=tiles.ahead, is_lean=tiles.is_lean)
     scan = kda_scan.build(num_sequences, heads, tiles.stages, output_stages=tiles.output_stages)
     in_one = together(num_tiles, num_sequences, heads, tiles)
     layer = jnp.zeros(1, jnp.int32)

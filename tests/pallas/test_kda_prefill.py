@@ -24,6 +24,7 @@ TILINGS = {
     "two stages": PrefillTiles(stages=2),
     "three stages, loaded when needed": PrefillTiles(stages=3, output_stages=2, ahead=False),
     "one launch": PrefillTiles(stages=2, output_stages=2, launches=1),
+    "lean": PrefillTiles(stages=2, is_lean=True),
 }
 INTERPRETED = TILINGS | {"on Blackwell": PrefillTiles(stages=2, generation="blackwell")}
 BY_NAME = {case.name: case for case in CASES}
@@ -56,7 +57,7 @@ def assert_passes(case: PrefillCase, tiles: PrefillTiles, capsys) -> None:
     assert "RACE DETECTED" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["two stages", "one launch", "on Blackwell"])
+@pytest.mark.parametrize("name", ["two stages", "one launch", "lean", "on Blackwell"])
 def test_the_kernels_equal_the_recurrence_without_races(name, capsys):
     """Sequences of which one is empty (D07), a resumed one with an export, rows of others and old slots NaN (D08)."""
     assert_passes(SMALL, INTERPRETED[name], capsys)

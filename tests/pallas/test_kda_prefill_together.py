@@ -114,6 +114,7 @@ def test_one_launch_needs_a_multiprocessor_for_each_block(multiprocessors, launc
     assert tiles_for(12).launches == launches
 
 
-def test_one_launch_is_hoppers():
+@pytest.mark.parametrize("options", [{"launches": 1}, {"is_lean": True}], ids=str)
+def test_what_is_written_for_hopper_is_refused_on_blackwell(options):
     with pytest.raises(ValueError, match="Hopper"):
-        PrefillTiles(launches=1, generation="blackwell")
+        PrefillTiles(**options, generation="blackwell")
