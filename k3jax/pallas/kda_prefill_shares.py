@@ -46,7 +46,8 @@ def share_out(tiles: Int[Array, "N"], heads: int, blocks: int, steps_per_turn: i
     rank = jnp.sum(is_before, axis=0)
     order = jnp.sum(jnp.where(rank == index[:, None], index, 0), axis=1)
     units, chains = jnp.sum(tiles) * heads, jnp.sum(tiles > 0) * (heads * PARTS)
-    rounds = jnp.maximum(_ceil(chains, blocks - 1), 1)
+    # Not all blocks: each reads 64 KB a tile, and beyond three quarters of them they wait for each other.
+    rounds = jnp.maximum(_ceil(chains, blocks * 3 // 4), 1)
     scanners = _ceil(chains, rounds)
     pairs, all_pairs = (blocks - scanners) * PAIRS, blocks * PAIRS
     # Of the block that scans longest.
