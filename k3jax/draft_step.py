@@ -1,7 +1,7 @@
 """The serving step with a draft model: verify the last block of drafts, commit what is accepted, draft the next block.
 
-In a bucket without drafts (`StepShape.drafts` 0) the draft model rests: decode rows bring one token each
-and go through the ops of a step without a draft model, and only their context is kept for when it runs again, if that.
+In a bucket without drafts (`StepShape.drafts` 0) the draft model rests: decode rows bring one token each and go through
+the ops of a step without a draft model. Their context is kept for when it runs again; zeros if not `has_context`.
 
 All of it is one program. The rows' drafts were drawn by the step before and wait on the device; the target runs over
 them and over the chunks of prompts; acceptance says how far each row comes; the replay commit brings its KDA state
@@ -99,7 +99,7 @@ def step(
         pools, boundary = _commit_state(params, out.pools, rows, inputs, where, accepted, config, shape, ops)
         rows = _commit_rows(rows, inputs, where, accepted, null_row, parallel)
     with jax.named_scope("draft_context"):
-        pools = _write_context(params, pools, inputs, writes, where, out.taps, drafting, shape, ops)
+        pools = _write_context(params, pools, writes, where, out.taps, drafting, shape)
     if shape.drafts:
         with jax.named_scope("draft"):
             rows = _propose(params, pools, rows, inputs, accepted, drafting, shape, ops, null_row, parallel)
@@ -239,11 +239,11 @@ def _commit_rows(rows: Rows, inputs: StepInputs, where: VerifyGeometry, accepted
 
 
 def _write_context(
-    params, pools: Pools, inputs, writes: PageWrites, where: VerifyGeometry, taps, drafting, shape, ops: Ops
-):
+    params, pools: Pools, writes: PageWrites, where: VerifyGeometry, taps, drafting: Drafting, shape: StepShape
+) -> Pools:
     """Keys and values of every token of the step, accepted or not: what lies beyond a row's length is never read.
 
-    A decode step that is to go without them writes zeros, so that no draft ever depends on what a page held before.
+    A step that is to go without them writes zeros, so that no draft ever depends on what a page held before.
     """
     tokens = where.tokens
 
@@ -260,18 +260,10 @@ def _write_context(
             num_tokens=shape.num_tokens,
         )
 
-    has_context = inputs.has_context > 0
-
-    def known():
-        return jax.tree.map(lambda leaf: jnp.where(has_context, leaf, 0), entries())
-
-    def zeros():
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(entries))
-
-    if shape.prefill_tokens:
+    if shape.has_context:
         found = entries()
     else:
-        found = ops.when_wanted(has_context, known, zeros, num_bytes=_num_bytes(params["draft"]["context"]))
+        found = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(entries))
     draft = draft_context.write_context(pools.draft, found, writes.page, writes.offset, writes.live)
     return pools._replace(draft=draft)
 

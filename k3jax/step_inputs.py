@@ -32,6 +32,7 @@ class StepShape:
     rows: int  # decode rows + chunks at most
     prefill_tokens: int  # 0: decode only
     drafts: int = 0  # that a decode row may verify; with a draft model 0: a step in which it does not run
+    has_context: bool = True  # with a draft model False: decoded tokens become zeros to it, which saves products
     min_tile: int = MIN_TILES["cpu"]
 
     @property
@@ -87,7 +88,6 @@ class StepInputs(NamedTuple):
     num_copies: Leaf  # []
     num_drafts: Leaf  # [] that all decode rows may verify together
     is_drafting: Leaf  # [] 1: the draft model proposes for the next step
-    has_context: Leaf  # [] 0: decoded tokens become zeros to the draft model, which saves the products of its context
     copy_sources: Leaf  # [C] slots, copied one after the other before anything else
     copy_targets: Leaf  # [C]
     lane_rows: Leaf  # [R]
@@ -128,7 +128,6 @@ def layout(shape: StepShape) -> dict[str, tuple[int, ...]]:
         "num_copies": (),
         "num_drafts": (),
         "is_drafting": (),
-        "has_context": (),
         "copy_sources": (shape.max_copies,),
         "copy_targets": (shape.max_copies,),
         "lane_rows": rows,

@@ -336,6 +336,7 @@ class DeviceExecutor:
 
     def _name(self, shape: StepShape) -> str:
         rests = ", no drafts" if self.limits.draft_tokens and not shape.drafts else ""
+        rests += "" if shape.has_context else " and no context for them"
         return f"rows {shape.rows} x prefill {shape.prefill_tokens}{rests}"
 
     def _wait_for_dispatch(self) -> None:

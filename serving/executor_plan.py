@@ -31,21 +31,24 @@ def buckets(
     drafts: int = 0,
     *,
     rests: bool = False,
+    rests_without_context: bool = False,
     prompts_rest_in_any: bool = True,
     min_tile: int = MIN_TILES["cpu"],
 ) -> tuple[StepShape, ...]:
     """Every program the server may run: at most four row buckets x four prefill buckets, the largest exact.
 
-    With `drafts`, `rests` adds some of steps in which the draft model does not run: decode steps for each row bucket,
-    and those with a prompt of the smallest prefill bucket, which come while requests arrive, for each or, without
-    `prompts_rest_in_any`, for the largest only.
+    With `drafts`, `rests` adds some of steps in which the draft model does not run: decode steps for each row bucket
+    (`rests_without_context`: and the same in which it is not even told what is decoded), and those with a prompt of the
+    smallest prefill bucket, which come while requests arrive, for each or, without `prompts_rest_in_any`, for the
+    largest only.
     """
     rows = [r for r in ROW_BUCKETS if r < max_rows] + [max_rows]
     prefill = [p for p in PREFILL_BUCKETS if p < max_prefill] + [max_prefill]
     shape = functools.partial(StepShape, min_tile=min_tile)
     resting: list[StepShape] = []
     if drafts and rests:
-        resting = [shape(rows=r, prefill_tokens=0) for r in rows]
+        contexts = (True, False) if rests_without_context else (True,)
+        resting = [shape(rows=r, prefill_tokens=0, has_context=told) for told in contexts for r in rows]
         resting += [shape(rows=r, prefill_tokens=prefill[1]) for r in (rows if prompts_rest_in_any else rows[-1:])]
     return (*resting, *(shape(rows=r, prefill_tokens=p, drafts=drafts) for p in prefill for r in rows))
 
@@ -55,19 +58,21 @@ def buckets_for(program: StepProgram, max_rows: int, max_prefill: int) -> tuple[
     drafts = program.drafting.tokens if program.drafting else 0
     # To a CPU room for drafts costs time even where none are verified: up to four times that of a decode step. With a
     # prompt it is less, and nothing to speak of for few rows, so that a start saves itself the compilation.
-    prompts_rest_in_any = program.platform != "cpu"
+    is_cpu = program.platform == "cpu"
     return buckets(
         max_rows,
         max_prefill,
         drafts,
         rests=True,
-        prompts_rest_in_any=prompts_rest_in_any,
+        rests_without_context=not is_cpu,  # a dozen launches: of no account to a CPU
+        prompts_rest_in_any=not is_cpu,
         min_tile=program.min_tile,
     )
 
 
 def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
-    """The smallest bucket that holds the plan; one without drafts only if it neither verifies nor makes any.
+    """The smallest bucket that holds the plan; one without drafts only if it neither verifies nor makes any, and one
+    without the draft model's context only if the plan does without.
 
     Raises `StepRejected` when none does.
     """
@@ -80,6 +85,7 @@ def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
         shape
         for shape in shapes
         if shape.drafts >= drafts
+        and shape.has_context >= plan.has_draft_context
         and shape.rows >= max(lanes, len(plan.admitted))
         and shape.max_copies >= len(plan.slot_copies)
         and shape.prefill_tokens >= prefill
@@ -93,7 +99,8 @@ def choose_bucket(plan: StepPlan, shapes: Sequence[StepShape]) -> StepShape:
 @functools.cache
 def _size(shape: StepShape, most_drafts: int) -> tuple[int, ...]:
     """Smaller first; one without drafts before the same with them, however their tiles are rounded."""
-    return dataclasses.replace(shape, drafts=most_drafts).num_tokens, shape.drafts, shape.rows
+    tokens = dataclasses.replace(shape, drafts=most_drafts).num_tokens
+    return tokens, shape.drafts, shape.rows, shape.has_context
 
 
 def fill(plan: StepPlan, shape: StepShape, cache: CacheShape, *, has_draft_model: bool = False) -> StepInputs:
@@ -149,7 +156,6 @@ def _draft(inputs: StepInputs, plan: StepPlan, lanes: Sequence[int], shape: Step
     if not 0 <= plan.num_drafts <= most:
         raise StepRejected(f"{plan.num_drafts} drafts are to be verified, {len(plan.decode_rows)} rows have {most}")
     inputs.num_drafts[...], inputs.is_drafting[...] = plan.num_drafts, plan.is_drafting
-    inputs.has_context[...] = plan.has_draft_context
     for mask in plan.token_masks:
         if mask.row in lanes:
             inputs.lane_is_masked[lanes.index(mask.row)] = 1

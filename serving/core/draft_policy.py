@@ -11,8 +11,8 @@ that it keeps would come too often, and the sampled text would not follow the ta
 
 The draft's own confidence is not trusted blindly: it is scaled by what was accepted lately over what it had promised,
 position by position. So a draft that is of no use ends unverified, whatever it says of itself. It is tried again now
-and then, for at most one hundredth of the time. After some tries in vain it is not even told what is decoded: that is
-products in every step. Prompts it still sees, so that with new requests it is tried fairly.
+and then, for at most one hundredth of the time. After a try in vain it is not even told what is decoded: that is
+products in every step. Prompts it still sees, and it is tried where an answer begins, so that it is tried fairly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _PRIOR = 0.5  # drafts of a position taken as tried and accepted beforehand
 _TRIAL_SHARE = 0.01  # of the time, for drafts that do not seem to pay
 _TRIAL_STEPS = 0.5  # a trial is taken to cost this share of a step at least
 _WORTH = 1.05  # times as many tokens per second as without: measured costs and remembered acceptance are no better
-_TRIALS_IN_VAIN = 3  # one after the other, the last of which may not be read yet
 
 # What became of a row's drafts: the chances that they were given (empty: unknown), how many were verified and held.
 type Verified = tuple[Sequence[float], int, int]
@@ -137,6 +136,7 @@ class DraftPolicy:
         self._is_drafting = True
         self._trial_s = 0.0  # saved up for drafts that do not seem to pay
         self._num_trials = 0  # since drafts last seemed to pay
+        self._tried_at = 0  # the estimate's version at the last one
         self._known = _Known(-1, (), {}, {})
 
     def most_drafts(self, request: LiveRequest) -> int:
@@ -155,8 +155,11 @@ class DraftPolicy:
         choice = self._choose(requests, room)
         if self._is_drafting:
             self._num_trials = 0
-        is_in_vain = self._num_trials >= _TRIALS_IN_VAIN and not choice.is_drafting
-        return choice._replace(has_context=not is_in_vain)
+        return choice._replace(has_context=choice.is_drafting or not self._was_in_vain())
+
+    def _was_in_vain(self) -> bool:
+        """Whether a trial was read and drafts still do not seem to pay."""
+        return self._num_trials > 1 or (self._num_trials == 1 and self._estimate.version != self._tried_at)
 
     def _choose(self, requests: Sequence[LiveRequest], room: int) -> DraftChoice:
         num_rows = len(requests)
@@ -180,9 +183,10 @@ class DraftPolicy:
         extra_s = drafting.seconds(0) + drafting.seconds(self._most) - 2 * plain.seconds(0)
         if self._trial_s < max(extra_s, _TRIAL_STEPS * plain.seconds(0)):
             return DraftChoice(0, self._is_drafting)
-        if not held:
-            return DraftChoice(0, True)  # to be tried in the next step
-        self._trial_s = 0.0
+        if not held:  # to be tried in the next step
+            is_fair = not self._was_in_vain() or any(each.num_written == each.num_prompt for each in requests)
+            return DraftChoice(0, is_fair)
+        self._trial_s, self._tried_at = 0.0, self._estimate.version
         self._num_trials += 1
         return DraftChoice(min(room, self._most, len(held)), self._is_drafting)
 

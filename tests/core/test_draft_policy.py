@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.core.draft_policy import AcceptanceEstimate, DraftPolicy, at_least
+from serving.core.draft_policy import AcceptanceEstimate, DraftChoice, DraftPolicy, at_least
 from serving.core.request import LiveRequest
 from serving.core.types import StepCost
 from serving.core.validation import num_positions_needed
@@ -45,7 +45,7 @@ def _row(*, survival=CERTAIN, num_left=50, may_draft=True, has_drafts=True):
         root=None,  # pyright: ignore[reportArgumentType]
         node=None,  # pyright: ignore[reportArgumentType]
     )
-    live.num_written = end_at - num_left
+    live.num_written = live.num_prompt = end_at - num_left  # its answer begins
     live.past_survival = survival
     live.has_drafts = has_drafts and may_draft
     return live
@@ -115,6 +115,15 @@ def _run(policy, holds, num_steps, num_rows=1):
     return seconds, num_tokens
 
 
+def _step(policy, row, holds) -> DraftChoice:
+    """One step of one row, its result read at once."""
+    choice = policy.choose([row], 1000)
+    if choice.num_drafts:
+        policy.note([(row.past_survival, choice.num_drafts, min(choice.num_drafts, holds))])
+    row.has_drafts = choice.is_drafting
+    return choice
+
+
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_trying_a_useless_draft_again_takes_a_hundredth_of_the_time(num_rows):
     policy = _policy()
@@ -126,9 +135,8 @@ def test_trying_a_useless_draft_again_takes_a_hundredth_of_the_time(num_rows):
 
 def test_a_draft_tried_in_vain_is_told_nothing_more_until_it_is_of_use():
     policy, row = _policy(), _row()
-    _run(policy, 0, 50)
-    assert policy.choose([row], 1000).has_context  # one try is not enough
-    _run(policy, 0, 3000)
+    seen = [_step(policy, row, 0).has_context for _ in range(1000)]
+    assert sum(seen[:100]) >= 50  # until it was tried once more
     row.has_drafts = False
     choices = [policy.choose([row], 1000) for _ in range(300)]
     assert {choice.has_context for choice in choices if not choice.is_drafting} == {False}
@@ -136,6 +144,34 @@ def test_a_draft_tried_in_vain_is_told_nothing_more_until_it_is_of_use():
     _run(policy, 6, 2000)
     choice = policy.choose([_row()], 1000)
     assert choice.num_drafts >= 6 and choice.is_drafting and choice.has_context
+
+
+def test_a_draft_tried_in_vain_is_tried_again_only_where_an_answer_begins():
+    """There it knows all that came before; of other rows it was not told what was decoded."""
+    policy, row, fresh = _policy(), _row(), _row()
+    for _ in range(1000):
+        _step(policy, row, 0)
+    row.has_drafts = fresh.has_drafts = False
+    row.num_written = row.num_prompt + 5
+    assert not any(policy.choose([row], 1000).is_drafting for _ in range(300))
+    fresh.num_written = fresh.num_prompt
+    assert policy.choose([row, fresh], 1000).is_drafting
+
+
+def test_the_step_after_a_trial_does_not_take_it_for_one_in_vain():
+    """Its result is not read yet."""
+    policy, row = _policy(), _row()
+    while policy.choose([row], 1000).num_drafts:
+        policy.note([(CERTAIN, 7, 0)])
+    row.has_drafts = False
+    while not policy.choose([row], 1000).is_drafting:
+        pass
+    row.has_drafts = True
+    choice = policy.choose([row], 1000)
+    assert choice.num_drafts and not choice.is_drafting and choice.has_context
+    assert policy.choose([row], 1000).has_context
+    policy.note([(CERTAIN, 7, 0)])
+    assert not policy.choose([row], 1000).has_context
 
 
 def test_a_draft_that_becomes_useful_is_found_again():

@@ -104,7 +104,9 @@ def device_executor(
         )
         _, kernels = dispatch.choose(dispatch.Situation(platform="cpu", config=CONFIG, dtype=jnp.float64))
         weights = jax.device_put(values, param_shardings(tree, mesh, parallel))
-        shapes = executor_plan.buckets(num_rows, max_step_tokens, limits.draft_tokens, rests=rests)
+        shapes = executor_plan.buckets(
+            num_rows, max_step_tokens, limits.draft_tokens, rests=rests, rests_without_context=rests
+        )
         return DeviceExecutor(
             program, weights, limits, kernels=kernels, store=store, shapes=shapes, measures_costs=measures_costs
         )

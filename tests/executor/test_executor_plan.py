@@ -289,12 +289,15 @@ def test_a_draft_rests_on_every_platform():
     on_cpu = executor_plan.buckets_for(cast(StepProgram, program), 32, 512)
     program.platform = "gpu"
     on_gpu = executor_plan.buckets_for(cast(StepProgram, program), 32, 512)
-    assert [len([shape for shape in shapes if not shape.drafts]) for shapes in (on_cpu, on_gpu)] == [3, 4]
+    assert [len([shape for shape in shapes if not shape.drafts]) for shapes in (on_cpu, on_gpu)] == [3, 6]
     assert set(on_cpu) < set(on_gpu)
+    assert [len([shape for shape in shapes if not shape.has_context]) for shapes in (on_cpu, on_gpu)] == [0, 2]
 
 
 @pytest.mark.parametrize("has_context", [True, False])
-def test_the_device_is_told_whether_later_drafts_see_what_is_decoded(has_context):
-    shape = StepShape(rows=8, prefill_tokens=0)
-    plan = StepPlan(step=0, decode_rows=(0, 1), is_drafting=False, has_draft_context=has_context)
-    assert executor_plan.fill(plan, shape, CACHE, has_draft_model=True).has_context == has_context
+@pytest.mark.parametrize("is_drafting", [True, False])
+def test_only_a_plan_without_context_for_drafts_takes_a_bucket_without(has_context, is_drafting):
+    plan = StepPlan(step=0, decode_rows=(0, 1), is_drafting=is_drafting, has_draft_context=has_context)
+    told, both = (buckets(8, 64, drafts=3, rests=True, rests_without_context=each) for each in (False, True))
+    assert choose_bucket(plan, both).has_context == (has_context or is_drafting)
+    assert choose_bucket(plan, told).has_context  # what it need not know it may know

@@ -87,12 +87,12 @@ class DraftSession(Session):
     ) -> dict[int, Verified]:
         """One step; results by row. `boundary` are spare slots by row, `end` and `may_draft` those of rows admitted
         now, `edit(inputs)` changes what is uploaded."""
-        shape, most = self.shape, self.shape.drafts
+        shape, most = dataclasses.replace(self.shape, has_context=has_context), self.shape.drafts
         inputs = neutral(shape, self.machine.cache.null_row)
         lanes = [*decode, *(chunk.request for chunk in chunks)]
         inputs.num_decode[...], inputs.num_chunks[...] = len(decode), len(chunks)
         inputs.num_drafts[...] = most * len(decode) if num_drafts is None else num_drafts
-        inputs.is_drafting[...], inputs.has_context[...] = is_drafting, has_context
+        inputs.is_drafting[...] = is_drafting
         inputs.lane_rows[: len(lanes)] = [request.row for request in lanes]
         for i, request in enumerate(lanes):
             inputs.lane_is_masked[i] = request.row in (force or {})
